@@ -1,0 +1,107 @@
+// What the host side of every op shares: argument checks with one message format.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace mtp {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <typename... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+inline std::string dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    default:
+      return "dtype number " + std::to_string(static_cast<int>(dtype));
+  }
+}
+
+inline std::string device_name(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  return "another device";
+}
+
+template <typename Sizes>
+std::string shape_name(const Sizes& sizes) {
+  std::string text = "[";
+  for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
+  return text + "]";
+}
+
+// Checks arguments of one op call against its first tensor; mtp_kernels/ops/_declare.py says the
+// same in Python.
+class Expect {
+ public:
+  Expect(const char* op, const Tensor& first) : op_(op), device_(device_name(first)) {}
+
+  void device(const char* name, const Tensor& tensor) const {
+    const std::string got = device_name(tensor);
+    if (got != device_) fail(op_, ": ", name, " expected device ", device_, ", got ", got);
+  }
+
+  void dtype(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> any) const {
+    const ScalarType got = tensor.scalar_type();
+    std::string wanted;
+    for (ScalarType dtype : any) {
+      if (got == dtype) return;
+      wanted += (wanted.empty() ? "" : " or ") + dtype_name(dtype);
+    }
+    fail(op_, ": ", name, " expected dtype ", wanted, ", got ", dtype_name(got));
+  }
+
+  void shape(const char* name, const Tensor& tensor, std::initializer_list<int64_t> wanted) const {
+    const auto got = tensor.sizes();
+    if (std::equal(got.begin(), got.end(), wanted.begin(), wanted.end())) return;
+    fail(op_, ": ", name, " expected shape ", shape_name(wanted), ", got ", shape_name(got));
+  }
+
+  // Rows may be strided, their elements not.
+  void unit_stride(const char* name, const Tensor& tensor) const {
+    const int64_t last = tensor.dim() - 1;
+    if (last < 0 || tensor.size(last) <= 1 || tensor.stride(last) == 1) return;
+    fail(op_, ": ", name, " expected last stride 1, got ", tensor.stride(last));
+  }
+
+  void tensor(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> any,
+              std::initializer_list<int64_t> wanted) const {
+    device(name, tensor);
+    dtype(name, tensor, any);
+    shape(name, tensor, wanted);
+    unit_stride(name, tensor);
+  }
+
+ private:
+  const char* op_;
+  std::string device_;
+};
+
+}  // namespace mtp
