@@ -154,7 +154,7 @@ class Drafter:
 
         self._past = past
         self._row_request = zeros(buffers.input_ids.numel())
-        self._slots = zeros(max_requests)
+        self._slots = torch.full((max_requests,), num_slots, device=device)
         self._lookahead = zeros(max_requests, past)
         # Per slot; the extra last one takes the writes of padding requests.
         self._kept_ids = zeros(num_slots + 1, past)
@@ -259,8 +259,11 @@ class Drafter:
         buffers.positions[:num_rows] = first_position[request] - row_window + offset
         buffers.hidden[:num_rows] = hidden
         buffers.row_start[: num_requests + 1] = row_start
+        buffers.row_start[num_requests + 1 :] = num_rows  # padding requests have no rows
         buffers.seq_lens[:num_requests] = first_position - window + capacity
+        buffers.seq_lens[num_requests:] = 0
         buffers.last_row[:num_requests] = last_row
+        buffers.last_row[num_requests:] = 0
         self._row_request[:num_rows] = request
         self._slots.fill_(self._end.numel() - 1)
         self._slots[:num_requests] = slots

@@ -1,0 +1,1 @@
+"""The vLLM plugin: only this package imports vLLM, and `plugin` and `compat` only when called."""

@@ -1,0 +1,77 @@
+"""What the V1 proposer and the V2 speculator have in common."""
+
+import logging
+
+from torch import nn
+from vllm.config import VllmConfig
+
+from mtp_kernels.archs import Feed, MtpSpec
+from mtp_kernels.drafting import Drafter, RoundBuffers
+from mtp_kernels.vllm.plugin import DISABLE, draft_spec, repeat_last_layer
+
+logger = logging.getLogger("vllm.mtp_kernels")
+
+
+def make_drafter(vllm_config: VllmConfig, buffers: RoundBuffers) -> Drafter:
+    """The drafter for a vLLM config whose draft model is ours.
+
+    Raises:
+        ValueError: the config asks for something multi-layer drafting cannot do exactly.
+    """
+    config, spec = vllm_config.speculative_config, draft_spec(vllm_config.speculative_config)
+    check_supported(vllm_config, spec, config.num_speculative_tokens)
+    return Drafter(
+        num_layers=config.draft_model_config.hf_config.num_nextn_predict_layers,
+        num_drafts=config.num_speculative_tokens,
+        feed=spec.feed,
+        # Twice as many as can run, so that preempted requests keep their slot for a while.
+        num_slots=2 * vllm_config.scheduler_config.max_num_seqs,
+        buffers=buffers,
+        repeat_last_layer=repeat_last_layer(),
+    )
+
+
+def max_rows(vllm_config: VllmConfig) -> int:
+    """Most rows of one draft round: the target's, each request widened to K rows at worst."""
+    scheduler = vllm_config.scheduler_config
+    num_drafts = vllm_config.speculative_config.num_speculative_tokens
+    return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (num_drafts - 1)
+
+
+def check_supported(vllm_config: VllmConfig, spec: MtpSpec, num_drafts: int) -> None:
+    """Refuse what would silently draft from wrong inputs or stale KV.
+
+    Raises:
+        ValueError: names the option, what is needed, and what it is.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    block_size = vllm_config.cache_config.block_size
+    block_drop = vllm_config.speculative_config.use_eagle_block_drop()
+    for name, value, supported, need in (
+        ("multimodal inputs", model.supports_multimodal_inputs, False, "text only"),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "1"),
+        ("data_parallel_size", parallel.data_parallel_size, 1, "1"),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "1"),
+        ("disable_eagle_block_drop", not block_drop, False, "False"),
+        ("max_model_len", model.max_model_len >= 2 * num_drafts, True, f">= {2 * num_drafts}"),
+        ("block_size", block_size is None or block_size >= num_drafts, True, f">= {num_drafts}"),
+    ):
+        if value != supported:
+            raise ValueError(
+                f"{name}: multi-layer MTP drafting of {spec.models} with K={num_drafts} needs "
+                f"{need}, got {value}; {DISABLE}=layers gives vLLM's own drafting"
+            )
+
+
+def log_active(vllm_config: VllmConfig, drafter: Drafter, model: nn.Module, runner: str) -> None:
+    """The one line per engine that says what is active."""
+    spec = draft_spec(vllm_config.speculative_config)
+    entry = next(iter(model.model.mtp.layers.values())).entry
+    logger.info(
+        "mtp_kernels: %s runner drafts with MTP layers %s of %s, fed the %s's hidden; entry: %s",
+        runner,
+        drafter.schedule,
+        spec.draft_architecture,
+        "target" if spec.feed is Feed.TARGET else "previous layer",
+        "fused" if entry.enabled() else "unfused",
+    )

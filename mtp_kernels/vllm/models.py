@@ -1,0 +1,170 @@
+"""MiMo-V2 draft models that build and load every MTP layer of the checkpoint."""
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.models import mimo_v2_mtp as stock
+from vllm.model_executor.models.utils import maybe_prefix
+
+from mtp_kernels.vllm.entry import EntryProjection, MtpEntry
+
+logger = logging.getLogger("vllm.mtp_kernels")
+
+
+class MtpLayer(stock.MiMoV2MTPLayer):
+    """vLLM's MTP layer with its entry (embedding, two norms, concat, projection) fused."""
+
+    def __init__(self, config, prefix, cache_config=None, quant_config=None) -> None:
+        super().__init__(config, prefix, cache_config, quant_config)
+        self.eh_proj = EntryProjection(2 * config.hidden_size, config.hidden_size)
+        self.entry = MtpEntry()
+
+    def forward(
+        self,
+        embed_tokens: VocabParallelEmbedding,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None,
+        positions: Tensor,
+        hidden: Tensor,
+    ) -> Tensor:
+        """ids `[T]` (or embeddings `[T, H]`) and hidden `[T, H]` -> final-normed `[T, H]`."""
+        residual = self.entry(
+            embed_tokens, self.enorm, self.hnorm, self.eh_proj, input_ids, inputs_embeds, hidden
+        )
+        attended = self.self_attn(positions=positions, hidden_states=self.input_layernorm(residual))
+        normed, residual = self.pre_mlp_layernorm(attended, residual)
+        return self.final_layernorm(self.mlp(normed) + residual)
+
+
+class MultiLayerPredictor(nn.Module):
+    """All MTP layers, and the embedding they share with the target."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.speculative_config.draft_model_config.hf_config
+        self.num_mtp_layers = config.num_nextn_predict_layers
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size)
+        self.mtp = nn.Module()  # so that parameters are named model.mtp.layers.<m>. as stored
+        self.mtp.layers = nn.ModuleDict(
+            {
+                str(layer): MtpLayer(
+                    config=config,
+                    prefix=f"{maybe_prefix(prefix, 'mtp.layers')}.{layer}",
+                    cache_config=vllm_config.cache_config,
+                    quant_config=vllm_config.quant_config,
+                )
+                for layer in range(self.num_mtp_layers)
+            }
+        )
+        self.logits_processor = LogitsProcessor(config.vocab_size)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        previous_hidden_states: Tensor,
+        inputs_embeds: Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> Tensor:
+        return self.mtp.layers[str(spec_step_idx)](
+            self.embed_tokens, input_ids, inputs_embeds, positions, previous_hidden_states
+        )
+
+    def compute_logits(
+        self, hidden_states: Tensor, lm_head: ParallelLMHead, spec_step_idx: int = 0
+    ) -> Tensor:
+        return self.logits_processor(lm_head, hidden_states)
+
+
+class MiMoV2MTPModel(stock.MiMoV2MTP):
+    """MiMo-V2's draft model. `spec_step_idx` is the MTP layer, 0-based."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        nn.Module.__init__(self)
+        self.config = vllm_config.speculative_config.draft_model_config.hf_config
+        self.model = MultiLayerPredictor(
+            vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model")
+        )
+        self.lm_head = ParallelLMHead(
+            self.config.vocab_size,
+            self.config.hidden_size,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load, and hold the result against the checkpoint.
+
+        Raises:
+            ValueError: an MTP weight has no parameter, a parameter got no weight, or a shape
+                does not fit; the text lists the names.
+        """
+        seen: list[tuple[str, tuple[int, ...]]] = []
+
+        def watched() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if "model.mtp." in name and "rotary_emb.inv_freq" not in name:
+                    seen.append((name, tuple(tensor.shape)))
+                yield name, tensor
+
+        try:
+            loaded = super().load_weights(watched())
+        except (AssertionError, RuntimeError, ValueError) as error:
+            if not seen:
+                raise
+            name, shape = seen[-1]
+            raise ValueError(f"checkpoint: cannot load {name} of shape {shape}: {error}") from error
+        check_complete([name for name, _ in seen], loaded, dict(self.named_parameters()))
+        layers = self.model.mtp.layers
+        for layer in layers.values():
+            if layer.entry.enabled():
+                layer.eh_proj.pack()
+        size = sum(p.numel() * p.element_size() for p in self.model.mtp.parameters()) / 2**20
+        logger.info(
+            "mtp_kernels: loaded %d MTP layers, %.1f MiB (%.1f MiB more than the first alone)",
+            len(layers),
+            size,
+            size * (1 - 1 / len(layers)),
+        )
+        return loaded
+
+
+def check_complete(
+    seen: Iterable[str], loaded: set[str], parameters: dict[str, torch.nn.Parameter]
+) -> None:
+    """Every MTP weight in the checkpoint found a home, and every MTP parameter was written.
+
+    Raises:
+        ValueError: with both lists of names.
+    """
+    stacked = [(r"\.(q|k|v)_proj\.", ".qkv_proj."), (r"\.(gate|up)_proj\.", ".gate_up_proj.")]
+
+    def home(name: str) -> str:
+        for pattern, fused in stacked:
+            name = re.sub(pattern, fused, name)
+        return name
+
+    homeless = sorted(name for name in seen if home(name) not in loaded)
+    unwritten = sorted(
+        name for name in parameters if name.startswith("model.mtp.") and name not in loaded
+    )
+    if homeless or unwritten:
+        raise ValueError(
+            "checkpoint: MTP weights without a parameter: "
+            f"{homeless or 'none'}; MTP parameters without a weight: {unwritten or 'none'}"
+        )
+
+
+class MiMoV2OmniMTPModel(MiMoV2MTPModel, stock.MiMoV2OmniMTP):
+    """The same layers under the multimodal architecture's name."""

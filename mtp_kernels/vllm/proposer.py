@@ -1,0 +1,171 @@
+"""Multi-layer drafting in vLLM's V1 model runner (CPU, and GPUs it still serves)."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
+from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
+
+from mtp_kernels.drafting import RoundBuffers, row_capacity
+from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows
+
+logger = logging.getLogger("vllm.mtp_kernels")
+
+
+class MtpProposer(Step3p5MTPProposer):
+    """Runs one MTP layer per draft step over all new rows and the repair window.
+
+    Of `Step3p5MTPProposer` it is the bookkeeping for draft layers in several KV-cache groups
+    that is used; sharing the target's head and config is as in `EagleProposer`.
+    """
+
+    _maybe_share_lm_head = EagleProposer._maybe_share_lm_head
+    _create_draft_vllm_config = EagleProposer._create_draft_vllm_config
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.runner = runner
+        buffers = RoundBuffers.allocate(
+            max_requests=self.max_batch_size,
+            max_rows=max_rows(vllm_config),
+            num_drafts=self.num_speculative_tokens,
+            hidden_size=self.hidden_size,
+            dtype=self.dtype,
+            device=device,
+        )
+        self.drafter = make_drafter(vllm_config, buffers)
+
+    def load_model(self, target_model: torch.nn.Module) -> None:
+        super().load_model(target_model)
+        # Stock skips the whole batch's draft round when one request is within K of the end,
+        # which would leave holes in everyone's MTP KV. Rows here never pass the target's.
+        self.runner.effective_drafter_max_model_len += self.num_speculative_tokens
+        log_active(self.vllm_config, self.drafter, self.model, "V1")
+
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: Tensor,
+        target_positions: Tensor,
+        target_hidden_states: Tensor,
+        next_token_ids: Tensor,
+        token_indices_to_sample: Tensor | None,
+        common_attn_metadata: CommonAttentionMetadata,
+        sampling_metadata: SamplingMetadata,
+        mm_embed_inputs: tuple[list[Tensor], Tensor] | None = None,
+        num_rejected_tokens_gpu: Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> Tensor:
+        """[B, K] int64 drafts; see the base class for the arguments."""
+        cad, batch = common_attn_metadata, self.runner.input_batch
+        num_reqs, buffers = cad.num_reqs, self.drafter.buffers
+        query_start = cad.query_start_loc_cpu[: num_reqs + 1].numpy()
+        capacity = row_capacity(np.diff(query_start).tolist(), num_speculative_tokens)
+        row_start = np.concatenate(([0], np.cumsum(capacity))).astype(np.int32)
+        num_rows = int(row_start[-1])
+        next_ids, lookahead = self._known_ids(next_token_ids, num_reqs, num_speculative_tokens)
+        if num_rejected_tokens_gpu is None:
+            num_rejected_tokens_gpu = torch.zeros_like(next_ids)
+
+        self.drafter.pack(
+            slots=async_tensor_h2d(
+                np.array(self.drafter.assign_slots(batch.req_ids[:num_reqs])), device=self.device
+            ),
+            query_start=cad.query_start_loc[: num_reqs + 1],
+            num_rejected=num_rejected_tokens_gpu,
+            target_ids=target_token_ids,
+            target_positions=target_positions,
+            target_hidden=target_hidden_states,
+            next_ids=next_ids,
+            lookahead_ids=lookahead,
+            row_start=async_tensor_h2d(row_start, device=self.device),
+            num_rows=num_rows,
+        )
+        cad = replace(
+            cad,
+            query_start_loc=buffers.row_start[: num_reqs + 1],
+            query_start_loc_cpu=torch.from_numpy(row_start),
+            seq_lens=buffers.seq_lens[:num_reqs],
+            seq_lens_cpu_upper_bound=None,
+            num_actual_tokens=num_rows,
+            max_query_len=max(capacity),
+            max_seq_len=self.max_model_len,
+            positions=buffers.positions[:num_rows],
+        )
+        slots = self._map_slots(cad, num_rows)
+        _, attn_metadata = self.build_per_group_and_layer_attn_metadata(cad)
+        no_slots = {
+            name: torch.full_like(slot_mapping, PADDING_SLOT_ID)
+            for name, slot_mapping in slots.items()
+        }
+        draft_probs: list[Tensor] = []
+
+        def run_layer(
+            layer: int, ids: Tensor, positions: Tensor, hidden: Tensor, write_kv: bool
+        ) -> tuple[Tensor, Tensor]:
+            with set_forward_context(
+                attn_metadata,
+                self.vllm_config,
+                num_tokens=num_rows,
+                slot_mapping=slots if write_kv else no_slots,
+            ):
+                out = self.model(
+                    input_ids=ids, positions=positions, hidden_states=hidden, spec_step_idx=layer
+                )
+            return out, out
+
+        def draft_token(step: int, scored: Tensor) -> Tensor:
+            ids, probs = self._sample_draft_tokens_for_step(scored, sampling_metadata, step)
+            if probs is not None:
+                draft_probs.append(probs)
+            return ids
+
+        draft_ids = self.drafter.draft(num_reqs, num_rows, run_layer, draft_token)
+        self._last_draft_probs = torch.stack(draft_probs, dim=1) if draft_probs else None
+        return draft_ids.clone()
+
+    def _known_ids(self, sampled: Tensor, num_reqs: int, num_drafts: int) -> tuple[Tensor, Tensor]:
+        """The token after each request's last row, and the K - 1 after it, -1 = not known.
+
+        A request in the middle of its prompt samples nothing: its next tokens are the prompt's.
+        """
+        batch = self.runner.input_batch
+        in_prefill = self.runner.discard_request_mask.np[:num_reqs]
+        ahead = np.full((num_reqs, num_drafts), -1, dtype=np.int64)
+        scheduled = np.diff(self.runner.query_start_loc.np[: num_reqs + 1])
+        for request in np.flatnonzero(in_prefill):
+            start = batch.num_computed_tokens_cpu[request] + scheduled[request]
+            stop = min(start + num_drafts, batch.num_tokens_no_spec[request])
+            ahead[request, : stop - start] = batch.token_ids_cpu[request, start:stop]
+        known = async_tensor_h2d(ahead, device=self.device)
+        next_ids = torch.where(known[:, 0] >= 0, known[:, 0], sampled[:num_reqs].long())
+        return next_ids, known[:, 1:]
+
+    def _map_slots(self, cad: CommonAttentionMetadata, num_rows: int) -> dict[str, Tensor]:
+        """Each draft layer's KV slot per row, -1 for rows that hold no token; also hands the
+        mapping to the groups' metadata."""
+        buffers, num_reqs = self.drafter.buffers, cad.num_reqs
+        request = torch.repeat_interleave(cad.query_start_loc.diff().long(), output_size=num_rows)
+        rows = torch.arange(num_rows, device=self.device)
+        is_token = rows <= buffers.last_row[:num_reqs][request]
+        positions = buffers.positions[:num_rows]
+        by_layer: dict[str, Tensor] = {}
+        for group in self.draft_attn_groups:
+            gid, block_size = group.kv_cache_group_id, group.kv_cache_spec.block_size
+            block_table = self._per_group_block_tables.get(gid, cad.block_table_tensor)
+            block = block_table[request, positions // block_size].long()
+            slots = torch.where(is_token, block * block_size + positions % block_size, -1)
+            self._per_group_block_tables[gid] = block_table
+            self._per_group_slot_mappings[gid] = slots
+            by_layer |= dict.fromkeys(group.layer_names, slots)
+        return by_layer
