@@ -1,0 +1,88 @@
+"""Every op: each implementation against the PyTorch reference, opcheck, torch.compile, dispatch."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+import mtp_kernels
+from mtp_kernels.ops import _declare
+from mtp_kernels.ops import entry as entry_op
+
+
+class Op(NamedTuple):
+    call: torch._ops.OpOverload
+    reference: Callable[..., Any]
+    rows: list[Any]
+    inputs: Callable[..., dict[str, Any]]
+    cuda_kernel: bool  # whether a build with CUDA has one
+
+
+OPS = {
+    "entry": Op(entry_op.OP, entry_op.entry, cases.ENTRY_ROWS, cases.entry_inputs, True),
+}
+ROWS = [pytest.param(op, row, id=f"{name}-{row.id}") for name, op in OPS.items() for row in op.rows]
+
+
+@pytest.mark.parametrize("isa", cases.CPU_ISAS)
+@pytest.mark.parametrize("op, row", ROWS)
+def test_matches_reference(op: Op, row: Any, isa: str) -> None:
+    for seed in range(3):
+        inputs = op.inputs(row, seed)
+        want = op.reference(**inputs)
+        with cases.cpu_isa(isa):
+            got = op.call(**inputs)
+        assert got.dtype == want.dtype and got.shape == want.shape
+        rtol, atol = cases.TOLERANCES[row.dtype]
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("op, row", ROWS)
+def test_opcheck(op: Op, row: Any) -> None:
+    """Schema (inputs unmodified, outputs fresh), fake against real, dynamic shapes."""
+    rtol, atol = cases.TOLERANCES[row.dtype]
+    torch.library.opcheck(op.call, (), op.inputs(row), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiles_to_one_graph(name: str) -> None:
+    op = OPS[name]
+    inputs = op.inputs(op.rows[0])
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x: dict[str, Any]) -> Tensor:
+        return op.call(**x) * 2
+
+    torch.testing.assert_close(compiled(inputs), op.call(**inputs) * 2, rtol=0, atol=0)
+
+
+def owner(name: str, key: str) -> str:
+    lines = torch._C._dispatch_dump_table(f"mtp_kernels::{name}").splitlines()
+    return next(line for line in lines if line.startswith(f"{key}: "))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_who_owns_each_dispatch_key(name: str) -> None:
+    """Compiled beats the reference; the CUDA key is ours exactly when the build has CUDA."""
+    assert f"csrc/{name}_cpu.cpp" in owner(name, "CPU")
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    op = f"mtp_kernels::{name}"
+    assert has_kernel(op, "CUDA") == (OPS[name].cuda_kernel and mtp_kernels.build_info()["cuda"])
+    assert has_kernel(op, "Meta") and has_kernel(op, "CompositeExplicitAutograd")
+
+
+def test_a_device_without_kernel_runs_the_reference_and_says_so_once() -> None:
+    def no_kernel(x: Tensor) -> Tensor:
+        return x + 1
+
+    op = _declare.declare(no_kernel)
+    x = torch.zeros(2)
+    with pytest.warns(UserWarning, match="mtp_kernels::no_kernel has no cpu kernel"):
+        assert op(x).tolist() == [1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        op(x)
