@@ -1,4 +1,4 @@
-"""The command line: `mtp-kernels doctor`."""
+"""The command line: `mtp-kernels doctor | demo`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 import mtp_kernels
+from mtp_kernels import demo
 
 # A kernel's home, as the dispatcher reports it -> what is said of it.
 _SOURCES = {
@@ -24,7 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="mtp-kernels", description=mtp_kernels.__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (run, help_text) in COMMANDS.items():
-        commands.add_parser(name, help=help_text).set_defaults(run=run)
+        command = commands.add_parser(name, help=help_text)
+        command.set_defaults(run=run)
+        if run is demo.run:
+            demo.add_arguments(command)
     run: Callable[[argparse.Namespace], int]
     args = parser.parse_args(argv)
     run = args.run
@@ -137,6 +141,7 @@ def _line(name: str, text: str) -> None:
 # name -> (function, help)
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "doctor": (doctor, "versions, kernels per op and device, and what is patched in vLLM"),
+    "demo": (demo.run, "generate in vLLM without drafts, with stock MTP and with mtp_kernels"),
 }
 
 if __name__ == "__main__":
