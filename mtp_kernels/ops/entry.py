@@ -58,6 +58,8 @@ def entry(
     Norms are computed in fp32 and rounded to the model dtype where RMSNorm rounds: before the gain,
     and after it (gamma_offset 1: only after it, as Gemma's does). Products are summed in fp32. On
     CPU a row's result does not depend on the other rows nor on the number of threads, bit for bit.
+    Inference only: there is no gradient. The CUDA kernel is compiled in our builds but has not been
+    run on a GPU yet.
     """
     single = _check(**locals())
     rows = hidden.unsqueeze(0) if single else hidden
