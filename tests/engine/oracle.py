@@ -1,0 +1,91 @@
+"""What every draft round should have drafted: dense passes of the plain PyTorch model."""
+
+import importlib.util
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny_mimo_v2"
+CHECKPOINT = EXAMPLE / "checkpoint"
+
+TIE_MARGIN = 1e-3
+"""Logit gap under which two fp32 implementations may pick different tokens."""
+
+
+def plain_model():
+    """The checkpoint in `examples/tiny_mimo_v2/model.py`, fp32."""
+    spec = importlib.util.spec_from_file_location("tiny_model", EXAMPLE / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tiny_model"] = module
+    spec.loader.exec_module(module)
+    return module.load(CHECKPOINT, torch.float32)
+
+
+@dataclass
+class Comparison:
+    """Drafts of an engine run held against the oracle's."""
+
+    checked: int = 0
+    ties: int = 0
+    wrong: list = field(default_factory=list)
+
+
+@torch.inference_mode()
+def compare(model, tokens: list[int], prompt_len: int, rounds: list, feed: str) -> Comparison:
+    """Hold one request's rounds `[(last row L, drafts [K]), ...]` against dense passes.
+
+    `tokens` is the prompt and all that was generated. A round at row L knew the tokens up to
+    t_{L+1}, those of the prompt, and those that earlier rounds knew (a preempted request prefills
+    its own output). Each draft is checked given the engine's own drafts before it, so that one
+    tie does not count three times.
+    """
+    result, known_len, known = Comparison(), prompt_len, []
+    rounds = [one for one in rounds if one[0] + 1 < len(tokens)]  # later tokens were cut off
+    for last_row, _ in rounds:
+        known_len = max(known_len, last_row + 2)
+        known.append(known_len)
+    if not rounds:
+        return result
+    num_rows = max(last_row for last_row, _ in rounds) + 1
+    hidden = model.trunk(torch.tensor(tokens[:num_rows]))[0].expand(len(rounds), -1, -1)
+    for layer in range(len(rounds[0][1])):
+        ids = torch.zeros(len(rounds), num_rows, dtype=torch.long)
+        for r, (last_row, drafts) in enumerate(rounds):
+            sequence = tokens[: known[r]] + drafts[max(known[r] - last_row - 2, 0) :]
+            row_ids = sequence[1 + layer : last_row + 2 + layer]
+            ids[r, : len(row_ids)] = torch.tensor(row_ids)
+        out = model.mtp_layer(layer, hidden, ids)[0]
+        for r, (last_row, drafts) in enumerate(rounds):
+            logits = model.lm_head(out[r, last_row])
+            gap = float(logits.max() - logits[drafts[layer]])
+            result.checked += 1
+            if gap > TIE_MARGIN:
+                result.wrong.append((last_row, layer, drafts[layer], int(logits.argmax()), gap))
+            elif gap > 0:
+                result.ties += 1
+        if feed == "chain":
+            hidden = out
+    return result
+
+
+@torch.inference_mode()
+def acceptance_length(
+    model, tokens: list[int], prompt_len: int, num_drafts: int
+) -> tuple[int, int]:
+    """(tokens emitted, rounds) of drafting densely along a known greedy continuation."""
+    hidden = model.trunk(torch.tensor(tokens))[0]
+    row, emitted, rounds = prompt_len - 1, 0, 0
+    while row + 1 < len(tokens) - 1:
+        sequence, accepted = tokens[: row + 2], 0
+        for layer in range(num_drafts):
+            ids = torch.tensor(sequence[1 + layer : row + 2 + layer])
+            out = model.mtp_layer(layer, hidden[: row + 1], ids)[0]
+            sequence = [*sequence, int(model.lm_head(out[row]).argmax())]
+        for step in range(num_drafts):
+            if row + 2 + step >= len(tokens) or sequence[row + 2 + step] != tokens[row + 2 + step]:
+                break
+            accepted += 1
+        row, emitted, rounds = row + accepted + 1, emitted + accepted + 1, rounds + 1
+    return emitted, rounds

@@ -1,0 +1,152 @@
+"""Runs vLLM engines in a process of their own: a JSON job on stdin, a JSON result in a file.
+
+    python worker.py RESULT < job.json
+
+A job is `{"runner": "v1" | "v2", "engines": [...]}`, run one after the other; each engine is
+
+    llm       keyword arguments of `vllm.LLM`
+    prompts   list of token id lists
+    sampling  keyword arguments of `SamplingParams`, or a list of them
+    feed      replaces the architecture's feed rule ("target" | "chain")
+    async     true: keep async scheduling on, which vLLM's CPU platform switches off
+
+and gives `{"tokens": [...], "rounds": [...], "metrics": {...}, "config": {...}}`, or
+`{"error": text}` where the engine could not be made. A round is
+`[request index, last row, [layers run], [drafts]]`.
+
+V2 is the GPU model runner. On a machine without a GPU its Triton kernels run in Triton's
+interpreter; vLLM wants to see an active Triton driver for that, so it is shown one.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+
+
+def start(runner: str) -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
+    if runner == "v2":
+        os.environ["TRITON_INTERPRET"] = "1"
+        import triton.backends
+
+        class Driver:
+            @staticmethod
+            def is_active() -> bool:
+                return True
+
+        class Backend:
+            driver, compiler = Driver, None
+
+        triton.backends.backends["cpu"] = Backend()
+
+
+def keep_async_scheduling() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def record_rounds(rounds: list) -> None:
+    """Have every drafter note what it drafted, for which request, after which row."""
+    from mtp_kernels import drafting
+
+    class Recorded(drafting.Drafter):
+        def assign_slots(self, request_ids):
+            self.request_ids = list(request_ids)
+            return super().assign_slots(request_ids)
+
+        def draft(self, num_requests, num_rows, run_layer, draft_token):
+            layers = []
+
+            def run(layer, *args):
+                layers.append(layer)
+                return run_layer(layer, *args)
+
+            out = super().draft(num_requests, num_rows, run, draft_token)
+            last = self.buffers.positions[self.buffers.last_row[:num_requests]].tolist()
+            ids = getattr(self, "request_ids", [])
+            rounds.extend(
+                [request, row, layers, drafts]
+                for request, row, drafts in zip(ids, last, out.tolist(), strict=False)
+            )
+            self.request_ids = []  # dummy rounds have none
+            return out
+
+    from mtp_kernels.vllm import adapter
+
+    adapter.Drafter = Recorded
+
+
+def run(engine: dict) -> dict:
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from mtp_kernels import archs
+
+    rounds: list = []
+    if engine["llm"].get("speculative_config"):
+        record_rounds(rounds)
+    feed = archs.Feed(engine.get("feed", "target"))
+    archs.ARCHS = tuple(dataclasses.replace(spec, feed=feed) for spec in archs.ARCHS)
+    if engine.get("async"):
+        keep_async_scheduling()
+    try:
+        llm = LLM(disable_log_stats=False, enforce_eager=True, **engine["llm"])
+    except Exception as error:  # the text is what the test is about
+        return {"error": f"{type(error).__name__}: {error}"}
+    sampling = engine.get("sampling", {})
+    if isinstance(sampling, list):
+        params = [SamplingParams(**one) for one in sampling]
+    else:
+        params = SamplingParams(**sampling)
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in engine["prompts"]], params, use_tqdm=False
+    )
+    metrics = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith(
+            ("vllm:spec_decode", "vllm:num_preemptions", "vllm:prefix_cache")
+        ):
+            metrics[metric.name] = getattr(metric, "values", None) or getattr(metric, "value", None)
+    config = llm.llm_engine.vllm_config
+    index = {}
+    for position, output in enumerate(outputs):
+        index[output.request_id] = position
+    for entry in rounds:  # vLLM may append a suffix to the id
+        entry[0] = index.get(entry[0], index.get(entry[0].rsplit("-", 1)[0], -1))
+    result = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "rounds": rounds,
+        "metrics": metrics,
+        "config": {
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "prefix_caching": config.cache_config.enable_prefix_caching,
+            "block_size": config.cache_config.block_size,
+            "dtype": str(config.model_config.dtype),
+        },
+    }
+    llm.llm_engine.engine_core.shutdown()
+    del llm
+    gc.collect()
+    cleanup_dist_env_and_memory()
+    return result
+
+
+if __name__ == "__main__":
+    job = json.load(sys.stdin)
+    start(job["runner"])
+    results = [run(engine) for engine in job["engines"]]
+    with open(sys.argv[1], "w") as file:
+        json.dump(results, file)
