@@ -117,9 +117,9 @@ def _vllm() -> list[str]:
         _line("vllm", "not installed: nothing to patch")
         return []
     try:
-        from mtp_kernels.vllm import compat
+        from mtp_kernels.vllm import plugin
 
-        rows = compat.report()
+        rows = plugin.report()
     except Exception as error:  # whatever is wrong with vLLM is what a user runs doctor for
         return [f"the plugin cannot be examined: {type(error).__name__}: {error}"]
     problems = []

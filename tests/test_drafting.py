@@ -120,7 +120,9 @@ class ToyEngine:
         nan = torch.full(shape, float("nan"), dtype=torch.float64)
         return Request(name, tokens, prompt_len, keys=nan, values=nan.clone())
 
-    def run_round(self, batch: list[Request], queries: list[list[int]], accepted: list[int]) -> None:
+    def run_round(
+        self, batch: list[Request], queries: list[list[int]], accepted: list[int]
+    ) -> None:
         """`queries[b]`: ids the target runs; `accepted[b]`: how many drafts in it survive, or the
         whole query is a prompt chunk (-1)."""
         past, device_ids, positions, hidden = self.num_drafts - 1, [], [], []

@@ -7,7 +7,7 @@ from vllm.config import VllmConfig
 
 from mtp_kernels.archs import Feed, MtpSpec
 from mtp_kernels.drafting import Drafter, RoundBuffers
-from mtp_kernels.vllm.plugin import DISABLE, draft_spec, repeat_last_layer
+from mtp_kernels.vllm.settings import DISABLE, draft_spec, repeat_last_layer
 
 logger = logging.getLogger("vllm.mtp_kernels")
 

@@ -8,7 +8,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from mtp_kernels import ops
-from mtp_kernels.vllm.plugin import disabled_parts
+from mtp_kernels.vllm.settings import disabled_parts
 
 
 class EntryProjection(nn.Module):

@@ -2,6 +2,7 @@
 
 `layers`  all MTP layers of a checkpoint are built and loaded, and their number is published.
 `draft`   every draft step runs its own layer, on the right hidden state, with its KV repaired.
+`prefix`  a cached prefix serves only requests for which its MTP KV is exact.
 `entry`   the layers' embedding + norms + projection run as the fused op.
 
 `MTP_KERNELS_DISABLE=part,...` leaves parts as vLLM ships them. `MTP_KERNELS_REPEAT_LAST_LAYER=1`
@@ -10,142 +11,15 @@ allows more drafts than MTP layers.
 
 import functools
 import logging
-import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mtp_kernels import archs
-from mtp_kernels.drafting import layer_schedule
-from mtp_kernels.vllm import compat
+from mtp_kernels.vllm import compat, config, prefix_cache
 from mtp_kernels.vllm.compat import Patch
+from mtp_kernels.vllm.settings import NEEDS, PARTS, disabled_parts, draft_spec
 
 logger = logging.getLogger("vllm.mtp_kernels")
-
-PARTS = ("layers", "draft", "entry")
-_NEEDS = {"draft": "layers", "entry": "layers"}
-
-DISABLE = "MTP_KERNELS_DISABLE"
-REPEAT_LAST_LAYER = "MTP_KERNELS_REPEAT_LAST_LAYER"
-
-
-def disabled_parts() -> dict[str, str]:
-    """Parts switched off by the environment, each with the reason.
-
-    Raises:
-        ValueError: `MTP_KERNELS_DISABLE` names a part that does not exist.
-    """
-    named = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
-    unknown = sorted(set(named) - set(PARTS))
-    if unknown:
-        raise ValueError(f"{DISABLE}: expected any of {','.join(PARTS)}, got {','.join(unknown)}")
-    off = dict.fromkeys(named, f"{DISABLE} names it")
-    for part, needed in _NEEDS.items():
-        if needed in off and part not in off:
-            off[part] = f"needs {needed}, which is off"
-    return off
-
-
-def repeat_last_layer() -> bool:
-    """Whether the user allows more drafts than MTP layers.
-
-    Raises:
-        ValueError: the variable is neither 0 nor 1.
-    """
-    value = os.environ.get(REPEAT_LAST_LAYER, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{REPEAT_LAST_LAYER}: expected 0 or 1, got {value!r}")
-    return value == "1"
-
-
-def draft_spec(speculative_config: Any) -> archs.MtpSpec | None:
-    """The row of the draft model of a vLLM `SpeculativeConfig`, None if it is not ours."""
-    draft = getattr(speculative_config, "draft_model_config", None)
-    if draft is None or speculative_config.method != "mtp":
-        return None
-    names = draft.hf_config.architectures
-    return archs.find(names[0]) if names else None
-
-
-def count_checkpoint_layers(hf_config: Any, spec: archs.MtpSpec, declared: int | None) -> int:
-    """Number of MTP layers in the checkpoint that `hf_config` was read from.
-
-    Counted from the safetensors index, else from the header of a local safetensors file, else
-    taken from `declared` (the config's own `num_nextn_predict_layers`, which is how a config
-    without weights, `load_format=dummy`, states it).
-
-    Raises:
-        ValueError: none of these can be had, or the checkpoint has no MTP layer.
-    """
-    source = hf_config._name_or_path
-    try:
-        count = spec.count_layers(_weight_names(source, getattr(hf_config, "_commit_hash", None)))
-    except FileNotFoundError as error:
-        if declared is None:
-            raise ValueError(
-                f"{source}: cannot count the MTP layers ({error}); for a config without weights "
-                'pass hf_overrides={"num_nextn_predict_layers": N}'
-            ) from error
-        return declared
-    if count == 0:
-        raise ValueError(f"{source}: expected weights named {spec.weight_prefix}*, got none")
-    return count
-
-
-def _weight_names(source: str, revision: str | None) -> list[str]:
-    from vllm.transformers_utils.repo_utils import get_hf_file_to_dict, try_get_local_file
-
-    if Path(source).is_dir():
-        return archs.weight_names(source)
-    index = get_hf_file_to_dict("model.safetensors.index.json", source, revision)
-    if index is not None:
-        return sorted(index["weight_map"])
-    file = try_get_local_file(source, "model.safetensors", revision)
-    if file is None:
-        raise FileNotFoundError("no model.safetensors.index.json, and no weights downloaded yet")
-    return archs.weight_names(Path(file).parent)
-
-
-def _publish_layers(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(original)
-    def hf_config_override(hf_config: Any) -> Any:
-        declared = getattr(hf_config, "num_nextn_predict_layers", None)
-        hf_config = original(hf_config)
-        spec = archs.find(hf_config.architectures[0]) if hf_config.architectures else None
-        if spec is not None and hf_config.architectures[0] == spec.draft_architecture:
-            count = count_checkpoint_layers(hf_config, spec, declared)
-            # vLLM wants K to be a multiple of n_predict, for reuse of layers that it does not
-            # do here; which K is allowed is for check_num_drafts.
-            hf_config.update({"num_nextn_predict_layers": count, "n_predict": 1})
-        return hf_config
-
-    return hf_config_override
-
-
-def _check_num_drafts(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def __post_init__(self: Any) -> None:
-        requested = self.num_speculative_tokens
-        original(self)
-        if draft_spec(self) is None:
-            return
-        num_layers = self.draft_model_config.hf_config.num_nextn_predict_layers
-        if requested is None:
-            self.num_speculative_tokens = num_layers
-        try:
-            layer_schedule(num_layers, self.num_speculative_tokens, repeat_last_layer())
-        except ValueError as error:
-            raise ValueError(
-                f"num_speculative_tokens: {error}, as {REPEAT_LAST_LAYER}=1 in the environment"
-            ) from error
-        for option in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
-            if getattr(self, option, None):
-                raise ValueError(
-                    f"speculative_config.{option}: not supported by mtp_kernels' multi-layer "
-                    f"drafting; leave it out, or set {DISABLE}=layers for vLLM's own"
-                )
-
-    return __post_init__
 
 
 def _route_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,21 +57,11 @@ def _route_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _SPECULATOR_PARAMETERS = ("vllm_config", "device", "req_states")
 
+
+_SPECULATOR_PARAMETERS = ("vllm_config", "device", "req_states")
+
 PATCHES = (
-    Patch(
-        "layers",
-        "vllm.config.speculative",
-        "SpeculativeConfig.hf_config_override",
-        ("hf_config",),
-        _publish_layers,
-    ),
-    Patch(
-        "layers",
-        "vllm.config.speculative",
-        "SpeculativeConfig.__post_init__",
-        ("self",),
-        _check_num_drafts,
-    ),
+    *config.PATCHES,
     Patch(
         "draft",
         "vllm.v1.spec_decode.eagle",
@@ -212,13 +76,14 @@ PATCHES = (
         _SPECULATOR_PARAMETERS,
         _route_speculator,
     ),
-    Patch(
+    Patch(  # the runner binds the name at import
         "draft",
         "vllm.v1.worker.gpu.model_runner",
         "init_speculator",
         _SPECULATOR_PARAMETERS,
         _route_speculator,
     ),
+    *prefix_cache.PATCHES,
 )
 
 
@@ -230,7 +95,7 @@ def unsupported_parts() -> dict[str, str]:
             patch.check()
         except compat.Unsupported as error:
             found.setdefault(patch.part, str(error))
-    for part, needed in _NEEDS.items():
+    for part, needed in NEEDS.items():
         if needed in found:
             found.setdefault(part, f"needs {needed}, which is off")
     return found

@@ -71,9 +71,7 @@ def compare(model, tokens: list[int], prompt_len: int, rounds: list, feed: str) 
 
 
 @torch.inference_mode()
-def acceptance_length(
-    model, tokens: list[int], prompt_len: int, num_drafts: int
-) -> tuple[int, int]:
+def acceptance(model, tokens: list[int], prompt_len: int, num_drafts: int) -> tuple[int, int]:
     """(tokens emitted, rounds) of drafting densely along a known greedy continuation."""
     hidden = model.trunk(torch.tensor(tokens))[0]
     row, emitted, rounds = prompt_len - 1, 0, 0

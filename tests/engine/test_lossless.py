@@ -1,8 +1,10 @@
 """Real vLLM, greedy: with MTP, the text is that without; the drafts are those of dense passes."""
 
+import itertools
+
 import pytest
 from harness import LAST, K
-from oracle import acceptance_length, compare
+from oracle import acceptance, compare
 
 RUNS = ("mtp", "tight", "preempted")
 ALL = [(runner, name) for runner in ("v1", "v2") for name in RUNS]
@@ -57,7 +59,7 @@ def test_runs_are_what_they_claim(runs) -> None:
         per_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]
         # Rejections of 0, 1, 2 and 3 drafts all happened.
         counts = [metrics["vllm:spec_decode_num_drafts"], *per_position, 0]
-        assert all(a > b for a, b in zip(counts, counts[1:], strict=False)), counts
+        assert all(a > b for a, b in itertools.pairwise(counts)), counts
         if name != "mtp":
             assert config["max_num_batched_tokens"] == 48 and config["block_size"] == 32
             assert metrics["vllm:prefix_cache_hits"] > 0
@@ -75,7 +77,7 @@ def test_acceptance_length(runs, model, arithmetic) -> None:
     """At least 95% of the dense oracle's, and V1 within 0.02 of V2."""
     emitted = rounds = 0
     for prompt, output in zip(arithmetic[:32], runs["v1"]["arithmetic"]["tokens"], strict=True):
-        e, r = acceptance_length(model, prompt + output, len(prompt), K)
+        e, r = acceptance(model, prompt + output, len(prompt), K)
         emitted, rounds = emitted + e, rounds + r
     v1, v2 = _mean_length(runs["v1"]["arithmetic"]), _mean_length(runs["v2"]["arithmetic"])
     assert v1 >= 0.95 * emitted / rounds, (v1, emitted / rounds)

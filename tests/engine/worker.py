@@ -114,9 +114,7 @@ def run(engine: dict) -> dict:
     )
     metrics = {}
     for metric in llm.get_metrics():
-        if metric.name.startswith(
-            ("vllm:spec_decode", "vllm:num_preemptions", "vllm:prefix_cache")
-        ):
+        if metric.name.startswith(("vllm:spec_decode", "vllm:num_pre", "vllm:prefix_cache")):
             metrics[metric.name] = getattr(metric, "values", None) or getattr(metric, "value", None)
     config = llm.llm_engine.vllm_config
     index = {}

@@ -1,0 +1,51 @@
+"""What the environment and vLLM's config say about the plugin."""
+
+import os
+from typing import Any
+
+from mtp_kernels import archs
+
+PARTS = ("layers", "draft", "prefix", "entry")
+NEEDS = {"draft": "layers", "prefix": "draft", "entry": "layers"}
+"""A part cannot work without the one it needs; in the order of `PARTS`."""
+
+DISABLE = "MTP_KERNELS_DISABLE"
+REPEAT_LAST_LAYER = "MTP_KERNELS_REPEAT_LAST_LAYER"
+
+
+def disabled_parts() -> dict[str, str]:
+    """Parts switched off by the environment, each with the reason.
+
+    Raises:
+        ValueError: `MTP_KERNELS_DISABLE` names a part that does not exist.
+    """
+    named = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    unknown = sorted(set(named) - set(PARTS))
+    if unknown:
+        raise ValueError(f"{DISABLE}: expected any of {','.join(PARTS)}, got {','.join(unknown)}")
+    off = dict.fromkeys(named, f"{DISABLE} names it")
+    for part, needed in NEEDS.items():
+        if needed in off and part not in off:
+            off[part] = f"needs {needed}, which is off"
+    return off
+
+
+def repeat_last_layer() -> bool:
+    """Whether the user allows more drafts than MTP layers.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(REPEAT_LAST_LAYER, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{REPEAT_LAST_LAYER}: expected 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def draft_spec(speculative_config: Any) -> archs.MtpSpec | None:
+    """The row of the draft model of a vLLM `SpeculativeConfig`, None if it is not ours."""
+    draft = getattr(speculative_config, "draft_model_config", None)
+    if draft is None or speculative_config.method != "mtp":
+        return None
+    names = draft.hf_config.architectures
+    return archs.find(names[0]) if names else None
