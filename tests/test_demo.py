@@ -16,7 +16,7 @@ BASELINE = Result(
     rounds=0,
     accepted=[],
 )
-JOB = Job(checkpoint="x", prompts=["a"], num_drafts=3, max_tokens=8, max_model_len=64)
+JOB = Job("x", prompts=["a"], num_drafts=3, max_tokens=8, max_model_len=64, concurrency=2)
 
 
 @pytest.mark.parametrize(

