@@ -6,15 +6,9 @@ has other parameters is left alone, with one warning that says which part is the
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-logger = logging.getLogger("vllm.mtp_kernels")
-
-TESTED_VLLM = ("0.32",)
-"""Versions the test suite runs against."""
 
 _ORIGINAL = "_mtp_kernels_original"
 
@@ -86,8 +80,3 @@ def vllm_version() -> str:
     import vllm
 
     return vllm.__version__.split("+")[0]
-
-
-def is_tested_version() -> bool:
-    """Whether the test suite runs against the installed vLLM."""
-    return vllm_version().startswith(tuple(f"{version}." for version in TESTED_VLLM))

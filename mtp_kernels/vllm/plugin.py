@@ -101,14 +101,17 @@ def unsupported_parts() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    logger.warning(text)
+
+
 def install() -> None:
     """Apply every part that is neither disabled nor unsupported; safe to call again."""
     off = disabled_parts()
     unsupported = {part: why for part, why in unsupported_parts().items() if part not in off}
     for part, why in unsupported.items():
-        logger.warning(
-            "mtp_kernels: part '%s' is off with vLLM %s: %s", part, compat.vllm_version(), why
-        )
+        _warn_once(f"mtp_kernels: part '{part}' is off with vLLM {compat.vllm_version()}: {why}")
     active = [part for part in PARTS if part not in off and part not in unsupported]
     for patch in PATCHES:
         if patch.part in active:

@@ -7,6 +7,7 @@ A job is `{"runner": "v1" | "v2", "engines": [...]}`, run one after the other; e
     llm       keyword arguments of `vllm.LLM`
     prompts   list of token id lists
     sampling  keyword arguments of `SamplingParams`, or a list of them
+    env       environment variables to set first
     feed      replaces the architecture's feed rule ("target" | "chain")
     async     true: keep async scheduling on, which vLLM's CPU platform switches off
 
@@ -93,6 +94,7 @@ def run(engine: dict) -> dict:
 
     from mtp_kernels import archs
 
+    os.environ.update(engine.get("env", {}))
     rounds: list = []
     if engine["llm"].get("speculative_config"):
         record_rounds(rounds)
@@ -103,6 +105,7 @@ def run(engine: dict) -> dict:
     try:
         llm = LLM(disable_log_stats=False, enforce_eager=True, **engine["llm"])
     except Exception as error:  # the text is what the test is about
+        cleanup_dist_env_and_memory()
         return {"error": f"{type(error).__name__}: {error}"}
     sampling = engine.get("sampling", {})
     if isinstance(sampling, list):
