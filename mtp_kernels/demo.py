@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "tiny_mimo_v2"
+CLEAR_LINE = "\r\033[K"
 LOG_TAIL = 25  # lines of an engine's log that a failure shows
 
 # `python -m mtp_kernels.demo` would import this module under a second name.
@@ -392,22 +393,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Progress:
-    """One line per engine: rewritten in place on a terminal, printed once elsewhere."""
+    """One line per engine, rewritten in place on a terminal; elsewhere its beginning and end."""
 
     def __init__(self, title: str, prompts: int) -> None:
         self.title, self.prompts, self.live = title, prompts, sys.stdout.isatty()
-        self._write("starting vLLM ...")
+        self._write("starting vLLM ...", end="" if self.live else "\n")
 
-    def _write(self, text: str) -> None:
-        if self.live:
-            print(f"\r\033[K{self.title}: {text}", end="", flush=True)
+    def _write(self, text: str, end: str) -> None:
+        print((CLEAR_LINE if self.live else "") + f"{self.title}: {text}", end=end, flush=True)
 
     def show(self, tokens: int, finished: int) -> None:
-        self._write(f"{tokens} tokens, {finished} of {self.prompts} prompts done")
+        if self.live:
+            self._write(f"{tokens} tokens, {finished} of {self.prompts} prompts done", end="")
 
     def end(self, text: str) -> None:
-        self._write("")
-        print(f"{self.title}: {text}" if not self.live else text, flush=True)
+        self._write(text, end="\n")
 
 
 if __name__ == "__main__":
