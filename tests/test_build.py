@@ -123,8 +123,8 @@ def test_doctor_reports_a_plugin_that_cannot_be_imported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "version", lambda package: mtp_kernels.__version__)  # all installed
-    monkeypatch.delattr("mtp_kernels.vllm.compat", raising=False)
-    monkeypatch.setitem(sys.modules, "mtp_kernels.vllm.compat", None)
+    monkeypatch.delattr("mtp_kernels.vllm.plugin", raising=False)
+    monkeypatch.setitem(sys.modules, "mtp_kernels.vllm.plugin", None)
     assert cli.main(["doctor"]) == 1
     assert "PROBLEM: the plugin cannot be examined: ModuleNotFound" in capsys.readouterr().out
 
@@ -135,11 +135,11 @@ def test_doctor_reports_a_plugin_that_cannot_be_imported(
 def test_doctor_lists_what_is_patched_in_vllm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: str, code: int
 ) -> None:
-    compat = types.ModuleType("mtp_kernels.vllm.compat")
-    compat.report = lambda: [("layers", "vllm.some.Symbol", status, "why")]  # type: ignore
-    monkeypatch.setattr("mtp_kernels.vllm.compat", compat, raising=False)
+    plugin = types.ModuleType("mtp_kernels.vllm.plugin")
+    plugin.report = lambda: [("layers", "vllm.some.Symbol", status, "why")]  # type: ignore
+    monkeypatch.setattr("mtp_kernels.vllm.plugin", plugin, raising=False)
     monkeypatch.setattr(cli, "version", lambda package: mtp_kernels.__version__)
-    monkeypatch.setitem(sys.modules, "mtp_kernels.vllm.compat", compat)
+    monkeypatch.setitem(sys.modules, "mtp_kernels.vllm.plugin", plugin)
     assert cli.main(["doctor"]) == code
     out = capsys.readouterr().out
     assert f"layers           {status}: vllm.some.Symbol (why)" in out
