@@ -7,6 +7,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 import torch
 
@@ -22,17 +23,15 @@ _SOURCES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mtp-kernels", description=mtp_kernels.__doc__)
+    parser = argparse.ArgumentParser(prog="mtp-kernels", description="Multi-token prediction kernels.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (run, help_text) in COMMANDS.items():
-        command = commands.add_parser(name, help=help_text)
-        command.set_defaults(run=run)
-        if run is demo.run:
-            demo.add_arguments(command)
-    run: Callable[[argparse.Namespace], int]
+    for command in COMMANDS:
+        subparser = commands.add_parser(command.name, help=command.help)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)
-    run = args.run
-    return run(args)
+    code: int = args.run(args)
+    return code
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -138,11 +137,27 @@ def _line(name: str, text: str) -> None:
     print(f"  {name:<16} {text}")
 
 
-# name -> (function, help)
-COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
-    "doctor": (doctor, "versions, kernels per op and device, and what is patched in vLLM"),
-    "demo": (demo.run, "generate in vLLM without drafts, with stock MTP and with mtp_kernels"),
-}
+class Command(NamedTuple):
+    name: str
+    help: str
+    run: Callable[[argparse.Namespace], int]  # returns the exit code
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+
+COMMANDS = [
+    Command(
+        "doctor",
+        "versions, kernels per op and device, and what is patched in vLLM",
+        doctor,
+        lambda parser: None,
+    ),
+    Command(
+        "demo",
+        "text from the real vLLM engine: no drafts, stock MTP, mtp_kernels",
+        demo.run,
+        demo.add_arguments,
+    ),
+]
 
 if __name__ == "__main__":
     sys.exit(main())
