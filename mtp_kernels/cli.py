@@ -23,7 +23,7 @@ _SOURCES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="mtp-kernels", description="Multi-token prediction kernels.")
+    parser = argparse.ArgumentParser(prog="mtp-kernels", description="Multi-token prediction")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         subparser = commands.add_parser(command.name, help=command.help)
