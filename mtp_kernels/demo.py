@@ -391,8 +391,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"Numbers: {numbers}   (no plot: matplotlib missing, extra [demo])")
     if any(row.identical != row.prompts for row in rows):
         print(
-            "Outputs differ. In bfloat16 a near tie of two logits may fall either way when rows are "
-            "batched otherwise; anything more than a few prompts is a fault."
+            "Outputs differ. In bfloat16 a near tie of two logits may fall either way when rows "
+            "are batched otherwise; anything more than a few prompts is a fault."
         )
     return 0
 
