@@ -316,8 +316,18 @@ def test_slot_reuse_forgets_the_last_occupant() -> None:
     _, kv = dense_oracle(engine.model, cached.tokens, 8, [0, 1, 2], Feed.TARGET)
     for layer, (keys, values) in kv.items():
         cached.keys[layer, :6], cached.values[layer, :6] = keys[:6], values[:6]
-    engine.run_round([cached], [cached.tokens[6:]], [-1])
-    assert int(engine.buffers.last_row[0]) == 2
+    engine.run_round([cached], [cached.tokens[6:7]], [-1])
+    assert int(engine.buffers.last_row[0]) == 0
+
+
+def test_restart_needs_no_repair() -> None:
+    """A preempted request that is computed anew begins at its first row, not before it."""
+    engine = ToyEngine(Feed.TARGET, 3, 3, seed=8)
+    request = engine.request("r", 1)
+    engine.run_round([request], [request.tokens[:]], [-1])
+    request.done = 0
+    engine.run_round([request], [request.tokens[:]], [-1])
+    assert engine.buffers.positions[:2].tolist() == [0, 1]
 
 
 def test_draft_buffer_aliasing() -> None:

@@ -41,7 +41,7 @@ def workload(encode, arithmetic) -> dict:
     sampling = [short] * len(prompts)
     for i in range(4):
         prompts.append([81 + i])
-        sampling.append(short)
+        sampling.append(to_the_end)
     for i in range(4):
         prompts.append(arithmetic[40 + i] + python[2 + i][1:60])
         sampling.append(to_the_end)
