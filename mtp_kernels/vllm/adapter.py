@@ -1,9 +1,11 @@
 """What the V1 proposer and the V2 speculator have in common."""
 
 import logging
+from collections.abc import Iterable
 
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 from mtp_kernels.archs import Feed, MtpSpec
 from mtp_kernels.drafting import Drafter, RoundBuffers
@@ -63,15 +65,28 @@ def check_supported(vllm_config: VllmConfig, spec: MtpSpec, num_drafts: int) -> 
             )
 
 
-def log_active(vllm_config: VllmConfig, drafter: Drafter, model: nn.Module, runner: str) -> None:
-    """The one line per engine that says what is active."""
+def log_active(
+    vllm_config: VllmConfig,
+    drafter: Drafter,
+    model: nn.Module,
+    attn_layer_names: Iterable[str],
+    runner: str,
+) -> None:
+    """The one line per engine that says what is active, and what its KV costs."""
     spec = draft_spec(vllm_config.speculative_config)
     entry = next(iter(model.model.mtp.layers.values())).entry
+    attn_layers = get_layers_from_vllm_config(
+        vllm_config, AttentionLayerBase, list(attn_layer_names)
+    )
+    kv_specs = [layer.get_kv_cache_spec(vllm_config) for layer in attn_layers.values()]
     logger.info(
-        "mtp_kernels: %s runner drafts with MTP layers %s of %s, fed the %s's hidden; entry: %s",
+        "mtp_kernels: %s runner drafts with MTP layers %s of %s, fed the %s's hidden; "
+        "entry: %s; KV of the %d layers: %.1f KiB per token",
         runner,
         drafter.schedule,
         spec.draft_architecture,
         "target" if spec.feed is Feed.TARGET else "previous layer",
         "fused" if entry.enabled() else "unfused",
+        len(kv_specs),
+        sum(kv.page_size_bytes / kv.block_size for kv in kv_specs) / 1024,
     )

@@ -50,7 +50,8 @@ class MtpProposer(Step3p5MTPProposer):
         # Stock skips the whole batch's draft round when one request is within K of the end,
         # which would leave holes in everyone's MTP KV. Rows here never pass the target's.
         self.runner.effective_drafter_max_model_len += self.num_speculative_tokens
-        log_active(self.vllm_config, self.drafter, self.model, "V1")
+        names = self._draft_attn_layer_names
+        log_active(self.vllm_config, self.drafter, self.model, names, "V1")
 
     def propose(
         self,

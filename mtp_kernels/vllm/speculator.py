@@ -45,7 +45,8 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        log_active(self.vllm_config, self.drafter, self.model, "V2")
+        names = self.draft_attn_layer_names
+        log_active(self.vllm_config, self.drafter, self.model, names, "V2")
 
     def set_attn(
         self, model_state: Any, kv_cache_config: Any, block_tables: Any, *args: Any
