@@ -7,11 +7,12 @@ Every round recomputes everything densely, so no cache can be wrong: slow, and t
 
 import argparse
 import json
+import random
 import re
 from pathlib import Path
 
 import torch
-from data import BOS, EOS, Rows, python_modules, python_window
+from data import BOS, EOS, python_modules, python_window
 from model import TinyMiMoV2, load
 from torch import Tensor
 
@@ -123,7 +124,7 @@ def heldout_batches(count: int = 128, length: int = 256) -> dict[str, tuple[Tens
         body = [BOS, *problem["text"].encode(), EOS]
         ids[row, : len(body)] = torch.tensor(body)
         counted[row, 1 + len(problem["prompt"]) : len(body)] = True
-    rng = Rows(seed=0, length=length, python_share=1.0).rng
+    rng = random.Random("evaluate")
     sources = list(python_modules(heldout=True).values())
     windows = [
         [BOS, *python_window(rng, rng.choice(sources), length).ljust(length, b"\n")][:length]
