@@ -1,6 +1,5 @@
 """Multi-layer drafting in vLLM's V1 model runner (CPU, and GPUs it still serves)."""
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +17,6 @@ from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp_kernels.drafting import RoundBuffers, row_capacity
 from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows
-
-logger = logging.getLogger("vllm.mtp_kernels")
 
 
 class MtpProposer(Step3p5MTPProposer):

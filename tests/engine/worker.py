@@ -19,6 +19,7 @@ V2 is the GPU model runner. On a machine without a GPU its Triton kernels run in
 interpreter; vLLM wants to see an active Triton driver for that, so it is shown one.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -28,6 +29,8 @@ import sys
 
 def start(runner: str) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # In-process engines leave OpenMP as it is, and its threads then fight over the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     if runner == "v2":
@@ -45,16 +48,22 @@ def start(runner: str) -> None:
         triton.backends.backends["cpu"] = Backend()
 
 
-def keep_async_scheduling() -> None:
+@contextlib.contextmanager
+def async_scheduling_kept(kept: bool):
     from vllm.platforms.cpu import CpuPlatform
 
-    original = CpuPlatform.check_and_update_config.__func__
+    original = CpuPlatform.__dict__["check_and_update_config"]
 
     def check_and_update_config(cls, vllm_config):
-        original(cls, vllm_config)
+        original.__func__(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    if kept:
+        CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    try:
+        yield
+    finally:
+        CpuPlatform.check_and_update_config = original
 
 
 def record_rounds(rounds: list) -> None:
@@ -100,10 +109,9 @@ def run(engine: dict) -> dict:
         record_rounds(rounds)
     feed = archs.Feed(engine.get("feed", "target"))
     archs.ARCHS = tuple(dataclasses.replace(spec, feed=feed) for spec in archs.ARCHS)
-    if engine.get("async"):
-        keep_async_scheduling()
     try:
-        llm = LLM(disable_log_stats=False, enforce_eager=True, **engine["llm"])
+        with async_scheduling_kept(engine.get("async", False)):
+            llm = LLM(disable_log_stats=False, enforce_eager=True, **engine["llm"])
     except Exception as error:  # the text is what the test is about
         cleanup_dist_env_and_memory()
         return {"error": f"{type(error).__name__}: {error}"}
