@@ -9,7 +9,6 @@ plain model's two best logits are compared, and a gap under `TIE` counts as a ti
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -84,9 +83,7 @@ def main() -> None:
     assert encoded == prompts[0], "the tokenizer does not give BOS and bytes"
 
     sampling = SamplingParams(temperature=0, max_tokens=MAX_NEW)
-    started = time.monotonic()
     results = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling)
-    seconds = time.monotonic() - started
     outputs = [list(r.outputs[0].token_ids) for r in results]
     right = sum(
         answer_of(r.outputs[0].text) == problem["answer"]
@@ -94,7 +91,6 @@ def main() -> None:
     )
     report = {
         "exact_match": round(right / len(problems), 4),
-        "tokens_per_second": round(sum(map(len, outputs)) / seconds),
         "against_plain_model": compare(args.checkpoint, args.dtype, prompts, outputs),
     }
     if args.mtp:

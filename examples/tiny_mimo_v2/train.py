@@ -1,6 +1,6 @@
 """Trains the tiny MiMo-V2 checkpoint (the trunk, then trunk and MTP layers) and writes it.
 
-    python train.py && python evaluate.py     # about 12 minutes on 2 CPU cores
+    python train.py && python evaluate.py     # about 9 minutes on 2 CPU cores
 
 Every MTP layer is trained on the trunk's hidden state (target feed, as the MiMo-V2 family is):
 layer m at row j gets h_j and the embedding of t_{j+1+m}, and predicts t_{j+2+m}.
