@@ -39,15 +39,18 @@ class _LateHasher:
         return self.hasher(_Behind(request, self.num_drafts))
 
 
-def _hash_late(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, vllm_config, *args, **kwargs)
-        speculative, hasher = vllm_config.speculative_config, self.request_block_hasher
-        if hasher is not None and draft_spec(speculative) is not None:
-            self.request_block_hasher = _LateHasher(hasher, speculative.num_speculative_tokens)
+def _hash_late(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Before the first request; `EngineCore.__init__` itself loads the plugins."""
 
-    return __init__
+    @functools.wraps(original)
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        hasher, speculative = self.request_block_hasher, self.vllm_config.speculative_config
+        is_late = hasher is None or isinstance(hasher, _LateHasher)
+        if not is_late and draft_spec(speculative) is not None:
+            self.request_block_hasher = _LateHasher(hasher, speculative.num_speculative_tokens)
+        return original(self, request)
+
+    return preprocess_add_request
 
 
 def _add_tokens_behind(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,15 +101,8 @@ PATCHES = (
     Patch(
         "prefix",
         "vllm.v1.engine.core",
-        "EngineCore.__init__",
-        (
-            "self",
-            "vllm_config",
-            "executor_class",
-            "log_stats",
-            "executor_fail_callback",
-            "include_finished_set",
-        ),
+        "EngineCore.preprocess_add_request",
+        ("self", "request"),
         _hash_late,
     ),
     Patch(

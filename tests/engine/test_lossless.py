@@ -67,6 +67,13 @@ def test_runs_are_what_they_claim(runs) -> None:
             assert metrics["vllm:num_preemptions"] > 0
 
 
+def test_engine_process_loads_the_plugin(runs) -> None:
+    """In a spawned engine process every part does what it does in this one."""
+    here, there = runs["v1"]["alone"], runs["spawned"]["alone"]
+    assert here["tokens"] == there["tokens"]
+    assert here["metrics"] == there["metrics"]
+
+
 def _mean_length(run: dict) -> float:
     metrics = run["metrics"]
     rounds = metrics["vllm:spec_decode_num_drafts"]

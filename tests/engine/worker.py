@@ -31,7 +31,7 @@ def start(runner: str) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # In-process engines leave OpenMP as it is, and its threads then fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     if runner == "v2":
         os.environ["TRITON_INTERPRET"] = "1"
