@@ -39,6 +39,16 @@ inline std::string dtype_name(ScalarType dtype) {
       return "int32";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::ComplexFloat:
+      return "complex64";
     default:
       return "dtype number " + std::to_string(static_cast<int>(dtype));
   }
@@ -64,6 +74,7 @@ class Expect {
   Expect(const char* op, const Tensor& first) : op_(op), device_(device_name(first)) {}
 
   void device(const char* name, const Tensor& tensor) const {
+    if (!tensor.defined()) fail(op_, ": ", name, " expected a tensor, got None");
     const std::string got = device_name(tensor);
     if (got != device_) fail(op_, ": ", name, " expected device ", device_, ", got ", got);
   }

@@ -48,6 +48,8 @@ inline EntryParams check_entry(const EntryArgs& a) {
   const int64_t dim = a.hidden.dim();
   if (dim != 1 && dim != 2)
     fail("entry: hidden expected shape [T, H] or [H], got ", shape_name(a.hidden.sizes()));
+  if (a.hidden.size(dim - 1) < 1)
+    fail("entry: hidden expected H >= 1, got ", shape_name(a.hidden.sizes()));
   expect.unit_stride("hidden", a.hidden);
   const bool single = dim == 1;
   const ScalarType dtype = a.hidden.scalar_type();
@@ -105,6 +107,8 @@ inline EntryParams check_entry(const EntryArgs& a) {
   expect_eps("enorm_eps", a.enorm_eps);
   expect_eps("hnorm_eps", a.hnorm_eps);
   expect_eps("embed_norm_eps", a.embed_norm_eps);
+  if (a.vocab_start < 0)  // id - vocab_start must not overflow
+    fail("entry: vocab_start expected a number >= 0, got ", a.vocab_start);
   if (a.gamma_offset != 0 && a.gamma_offset != 1)
     fail("entry: gamma_offset expected 0 or 1, got ", a.gamma_offset);
 

@@ -20,7 +20,7 @@ int64_t integer_at(const void* values, bool are_int64, int64_t i) {
                    : static_cast<const int32_t*>(values)[i];
 }
 
-// ---- Stage 1: both norms of one row -------------------------------------------------------------
+// Stage 1: both norms of one row.
 
 template <typename T>
 float rounded(float x) {
@@ -94,8 +94,7 @@ void norm_rows(const EntryParams& p, int64_t begin, int64_t end) {
   delete[] scratch;
 }
 
-// ---- Stage 2: the projection
-// ---------------------------------------------------------------------
+// Stage 2: the projection.
 //
 // An output element is the sum, over blocks of kBlock inputs, of a dot product with one fixed
 // order. Tiles only decide which elements run together, so a row gives the same bits in any batch.

@@ -77,11 +77,15 @@ def weight_names(checkpoint: str | Path) -> list[str]:
 
     Raises:
         FileNotFoundError: the folder holds neither.
+        ValueError: a file is not what its name says; names it.
     """
     folder = Path(checkpoint)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return sorted(json.loads(index.read_text())["weight_map"])
+        try:
+            return sorted(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"checkpoint: {index} is not a weight index ({error!r})") from error
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
@@ -91,6 +95,9 @@ def weight_names(checkpoint: str | Path) -> list[str]:
     names: list[str] = []
     for file in files:
         with file.open("rb") as handle:
-            header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+            try:
+                header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+            except ValueError as error:
+                raise ValueError(f"checkpoint: {file} is no safetensors file ({error})") from error
         names += [name for name in header if name != "__metadata__"]
     return sorted(names)

@@ -17,7 +17,6 @@ from mtp_kernels import demo
 # A kernel's home, as the dispatcher reports it -> what is said of it.
 _SOURCES = {
     "csrc/": "compiled",
-    "mtp_kernels/kernels/": "Triton",
     "_declare.py": "PyTorch reference",
 }
 

@@ -56,10 +56,9 @@ def layer_schedule(num_layers: int, num_drafts: int, repeat_last_layer: bool) ->
     Raises:
         ValueError: more drafts than layers without `repeat_last_layer`, or a count below 1.
     """
-    if num_layers < 1 or num_drafts < 1:
-        raise ValueError(
-            f"expected num_layers >= 1 and num_drafts >= 1, got {num_layers} and {num_drafts}"
-        )
+    for name, count in (("num_layers", num_layers), ("num_drafts", num_drafts)):
+        if count < 1:
+            raise ValueError(f"{name}: expected at least 1, got {count}")
     if num_drafts > num_layers and not repeat_last_layer:
         raise ValueError(
             f"num_drafts: expected at most {num_layers}, the number of MTP layers in the "
@@ -144,8 +143,13 @@ class Drafter:
         repeat_last_layer: bool = False,
     ) -> None:
         self.schedule = layer_schedule(num_layers, num_drafts, repeat_last_layer)
-        self.feed = feed
+        self.feed = Feed(feed)
         self.buffers = buffers
+        if buffers.draft_ids.shape[1] != num_drafts:
+            raise ValueError(
+                f"buffers.draft_ids: expected {num_drafts} columns, one per draft, got "
+                f"{list(buffers.draft_ids.shape)}"
+            )
         hidden, device = buffers.hidden, buffers.hidden.device
         max_requests, past = buffers.last_row.numel(), num_drafts - 1
 
@@ -173,11 +177,13 @@ class Drafter:
         drafts a little worse, and never wrongly, since drafts are verified.
 
         Raises:
-            ValueError: more requests than slots.
+            ValueError: more requests than slots, or one request twice.
         """
-        if len(request_ids) > self._end.numel() - 1:
+        num_slots = self._end.numel() - 1
+        if len(request_ids) > num_slots or len(set(request_ids)) < len(request_ids):
             raise ValueError(
-                f"request_ids: expected at most {self._end.numel() - 1}, got {len(request_ids)}"
+                f"request_ids: expected at most {num_slots} different ones, got "
+                f"{len(request_ids)}, {len(set(request_ids))} of them different"
             )
         for request_id in request_ids:
             if request_id in self._slot_of:
@@ -205,6 +211,9 @@ class Drafter:
     ) -> None:
         """Fill the buffers with the rows of one round.
 
+        Every request must have a row that survives, and at least :func:`row_capacity` rows
+        reserved; that is in the tensors, and not checked.
+
         Args:
             slots: [B] int64, from :meth:`assign_slots`; -1 = padding, remembered nowhere.
             query_start: [B + 1] int, request b's rows in the target's flat tensors.
@@ -219,9 +228,27 @@ class Drafter:
                 already (a chunk's end), -1 = not known.
             row_start: [B + 1] int, offsets of the :func:`row_capacity` rows per request.
             num_rows: `row_start[B]`, as a host integer.
+
+        Raises:
+            ValueError: a shape that does not fit, or more requests or rows than the buffers hold.
         """
         buffers, past, device = self.buffers, self._past, slots.device
         num_requests = slots.numel()
+        for name, got, expected in (
+            ("query_start", query_start.shape, (num_requests + 1,)),
+            ("num_rejected", num_rejected.shape, (num_requests,)),
+            ("next_ids", next_ids.shape, (num_requests,)),
+            ("lookahead_ids", lookahead_ids.shape, (num_requests, past)),
+            ("row_start", row_start.shape, (num_requests + 1,)),
+        ):
+            if tuple(got) != expected:
+                raise ValueError(f"{name}: expected shape {list(expected)}, got {list(got)}")
+        for name, count, most in (
+            ("slots", num_requests, buffers.last_row.numel()),
+            ("num_rows", num_rows, buffers.input_ids.numel()),
+        ):
+            if count > most:
+                raise ValueError(f"{name}: expected at most {most}, got {count}")
         slots = torch.where(slots >= 0, slots, self._end.numel() - 1)
         query_start, row_start = query_start.long(), row_start.long()
         first, num_new = query_start[:-1], query_start.diff() - num_rejected

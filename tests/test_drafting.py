@@ -402,5 +402,38 @@ def test_more_drafts_than_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"at most 3.*got 4.*repeat_last_layer"):
         layer_schedule(3, 4, repeat_last_layer=False)
     assert layer_schedule(3, 4, repeat_last_layer=True) == [0, 1, 2, 2]
-    with pytest.raises(ValueError, match="num_drafts >= 1"):
+    with pytest.raises(ValueError, match="num_drafts: expected at least 1, got 0"):
         layer_schedule(3, 0, repeat_last_layer=False)
+
+
+def test_bad_rounds_are_refused() -> None:
+    """Shapes that do not fit name the argument; an unknown feed is no feed."""
+    engine = ToyEngine(Feed.TARGET, 3, 3, seed=9)
+    buffers, drafter = engine.buffers, engine.drafter
+    one = torch.zeros(1, dtype=torch.int64)
+    good = {
+        "slots": one,
+        "query_start": torch.tensor([0, 3]),
+        "num_rejected": one,
+        "target_ids": torch.zeros(3, dtype=torch.int64),
+        "target_positions": torch.arange(3),
+        "target_hidden": torch.zeros(3, HIDDEN, dtype=torch.float64),
+        "next_ids": one,
+        "lookahead_ids": torch.full((1, 2), -1),
+        "row_start": torch.tensor([0, 3]),
+        "num_rows": 3,
+    }
+    drafter.pack(**good)
+    for name, value, words in (
+        ("lookahead_ids", torch.full((1, 3), -1), "lookahead_ids: expected shape \\[1, 2\\]"),
+        ("row_start", torch.tensor([0]), "row_start: expected shape \\[2\\], got \\[1\\]"),
+        ("num_rows", 999, "num_rows: expected at most 256, got 999"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            drafter.pack(**good | {name: value})
+    with pytest.raises(ValueError, match="request_ids: expected at most 8 different ones, got 2"):
+        drafter.assign_slots(["a", "a"])
+    with pytest.raises(ValueError, match="chained"):
+        Drafter(num_layers=3, num_drafts=3, feed="chained", num_slots=1, buffers=buffers)
+    with pytest.raises(ValueError, match="draft_ids: expected 2 columns"):
+        Drafter(num_layers=3, num_drafts=2, feed=Feed.CHAIN, num_slots=1, buffers=buffers)

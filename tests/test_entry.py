@@ -373,6 +373,12 @@ BAD = [  # what is changed in a good call with T = 7, H = 32, H_out = 48; the me
     ({"enorm_eps": -1e-3}, "enorm_eps expected a finite number >= 0, got -0.001"),
     ({"hnorm_eps": torch.nan}, "hnorm_eps expected a finite number >= 0, got nan"),
     ({"gamma_offset": 2}, "gamma_offset expected 0 or 1, got 2"),
+    ({"hidden": bf16(7, 0)}, "hidden expected H >= 1, got [7, 0]"),
+    ({"vocab_start": -1}, "vocab_start expected a number >= 0, got -1"),
+    (
+        {"enorm_weight": torch.ones(32, dtype=torch.bool)},
+        "enorm_weight expected dtype bfloat16, got bool",
+    ),
 ]
 
 

@@ -58,8 +58,8 @@ def entry(
     Norms are computed in fp32 and rounded to the model dtype where RMSNorm rounds: before the gain,
     and after it (gamma_offset 1: only after it, as Gemma's does). Products are summed in fp32. On
     CPU a row's result does not depend on the other rows nor on the number of threads, bit for bit.
-    Inference only: there is no gradient. The CUDA kernel is compiled in our builds but has not been
-    run on a GPU yet.
+    For inference, under `torch.no_grad`: there is no gradient formula. The CUDA kernel is compiled
+    in our builds but has not been run on a GPU yet.
     """
     single = _check(**locals())
     rows = hidden.unsqueeze(0) if single else hidden
@@ -101,7 +101,7 @@ def pack_projection(proj_weight: Tensor) -> Tensor:
     """Rearrange a projection once, so that `entry` on CPU reads it as a sequential stream.
 
     proj_weight: [H_out, 2H] bfloat16, H_out a multiple of 16.
-    Returns a copy [H_out/16, H, 16, 2]: pairs of inputs, for 16 output features side by side.
+    Returns a fresh [H_out/16, H, 16, 2]: pairs of inputs, for 16 output features side by side.
     """
     ok = proj_weight.dim() == 2 and proj_weight.dtype == torch.bfloat16
     if not ok or proj_weight.shape[0] % _PANEL or proj_weight.shape[1] % 2:
@@ -110,7 +110,7 @@ def pack_projection(proj_weight: Tensor) -> Tensor:
             f"{proj_weight.dtype} {list(proj_weight.shape)}"
         )
     panels = proj_weight.reshape(-1, _PANEL, proj_weight.shape[1] // 2, 2)
-    return panels.transpose(1, 2).contiguous()
+    return panels.detach().transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def unpack_projection(packed: Tensor) -> Tensor:
@@ -143,6 +143,7 @@ def _check(
     embed_norm_eps: float,
     gamma_offset: int,
     zero_at_position_0: bool,
+    vocab_start: int,
     **_: Any,
 ) -> bool:
     """The checks of csrc/entry_args.h, with the same messages. Returns whether hidden is [H]."""
@@ -151,6 +152,7 @@ def _check(
     expect.that(
         hidden.dim() in (1, 2), f"hidden expected shape [T, H] or [H], got {list(hidden.shape)}"
     )
+    expect.that(hidden.shape[-1] >= 1, f"hidden expected H >= 1, got {list(hidden.shape)}")
     expect.unit_stride("hidden", hidden)
     single = hidden.dim() == 1
     dtype, size = hidden.dtype, hidden.shape[-1]
@@ -225,6 +227,7 @@ def _check(
         expect.that(
             math.isfinite(eps) and eps >= 0, f"{name} expected a finite number >= 0, got {eps:g}"
         )
+    expect.that(vocab_start >= 0, f"vocab_start expected a number >= 0, got {vocab_start}")
     expect.that(gamma_offset in (0, 1), f"gamma_offset expected 0 or 1, got {gamma_offset}")
     return single
 

@@ -7,7 +7,7 @@ from torch import nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-from mtp_kernels.archs import Feed, MtpSpec
+from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
 from mtp_kernels.vllm.settings import DISABLE, draft_spec, repeat_last_layer
 
@@ -21,7 +21,7 @@ def make_drafter(vllm_config: VllmConfig, buffers: RoundBuffers) -> Drafter:
         ValueError: the config asks for something multi-layer drafting cannot do exactly.
     """
     config, spec = vllm_config.speculative_config, draft_spec(vllm_config.speculative_config)
-    check_supported(vllm_config, spec, config.num_speculative_tokens)
+    check_supported(vllm_config, config.num_speculative_tokens)
     return Drafter(
         num_layers=config.draft_model_config.hf_config.num_nextn_predict_layers,
         num_drafts=config.num_speculative_tokens,
@@ -40,28 +40,37 @@ def max_rows(vllm_config: VllmConfig) -> int:
     return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (num_drafts - 1)
 
 
-def check_supported(vllm_config: VllmConfig, spec: MtpSpec, num_drafts: int) -> None:
+def check_supported(vllm_config: VllmConfig, num_drafts: int) -> None:
     """Refuse what would silently draft from wrong inputs or stale KV.
 
     Raises:
         ValueError: names the option, what is needed, and what it is.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    block_size = vllm_config.cache_config.block_size
-    block_drop = vllm_config.speculative_config.use_eagle_block_drop()
-    for name, value, supported, need in (
-        ("multimodal inputs", model.supports_multimodal_inputs, False, "text only"),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "1"),
-        ("data_parallel_size", parallel.data_parallel_size, 1, "1"),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1, "1"),
-        ("disable_eagle_block_drop", not block_drop, False, "False"),
-        ("max_model_len", model.max_model_len >= 2 * num_drafts, True, f">= {2 * num_drafts}"),
-        ("block_size", block_size is None or block_size >= num_drafts, True, f">= {num_drafts}"),
+    scheduler, block_size = vllm_config.scheduler_config, vllm_config.cache_config.block_size
+    threshold = scheduler.long_prefill_token_threshold
+    multimodal = model.supports_multimodal_inputs
+    pipeline, data = parallel.pipeline_parallel_size, parallel.data_parallel_size
+    context = parallel.decode_context_parallel_size
+    keeps_block = not vllm_config.speculative_config.use_eagle_block_drop()
+    k = num_drafts
+    for name, value, fits, need in (
+        ("multimodal inputs", multimodal, not multimodal, "False"),
+        ("pipeline_parallel_size", pipeline, pipeline == 1, "1"),
+        ("data_parallel_size", data, data == 1, "1"),
+        ("decode_context_parallel_size", context, context == 1, "1"),
+        ("disable_eagle_block_drop", keeps_block, not keeps_block, "False"),
+        # A widened round must fit, at worst at the very start of a request.
+        ("max_model_len", model.max_model_len, model.max_model_len >= 2 * k, f">= {2 * k}"),
+        # The block that a prefix hit drops must hold what the rows before it depend on.
+        ("block_size", block_size, block_size is None or block_size >= k, f">= {k}"),
+        # vLLM ends no chunk within K tokens of a prompt's end: smaller chunks would stall there.
+        ("long_prefill_token_threshold", threshold, not 0 < threshold < k, f"0 or >= {k}"),
     ):
-        if value != supported:
+        if not fits:
             raise ValueError(
-                f"{name}: multi-layer MTP drafting of {spec.models} with K={num_drafts} needs "
-                f"{need}, got {value}; {DISABLE}=layers gives vLLM's own drafting"
+                f"{name}: multi-layer MTP drafting with K={k} needs {need}, got {value}; "
+                f"{DISABLE}=layers gives vLLM's own drafting"
             )
 
 

@@ -57,9 +57,6 @@ def _route_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _SPECULATOR_PARAMETERS = ("vllm_config", "device", "req_states")
 
-
-_SPECULATOR_PARAMETERS = ("vllm_config", "device", "req_states")
-
 PATCHES = (
     *config.PATCHES,
     Patch(

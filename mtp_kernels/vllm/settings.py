@@ -48,4 +48,8 @@ def draft_spec(speculative_config: Any) -> archs.MtpSpec | None:
     if draft is None or speculative_config.method != "mtp":
         return None
     names = draft.hf_config.architectures
-    return archs.find(names[0]) if names else None
+    if not names or archs.find(names[0]) is None:
+        return None
+    # Several targets may share a draft class and still be fed differently.
+    target = speculative_config.target_model_config.hf_config.architectures
+    return archs.find(target[0]) or archs.find(names[0])

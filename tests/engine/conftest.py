@@ -59,7 +59,7 @@ def _engine(workload: dict, spec: dict | None = SPEC, **llm) -> dict:
 
 @pytest.fixture(scope="session")
 def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """runner -> run name -> result of `worker.py`."""
+    """process -> run name -> result of `worker.py`."""
     tmp = tmp_path_factory.mktemp("engines")
     some = {"prompts": arithmetic[:12], "sampling": {"temperature": 0, "max_tokens": 32}}
     full = {"prompts": arithmetic[:32], "sampling": {"temperature": 0, "max_tokens": 90}}
@@ -80,23 +80,23 @@ def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
     shared = {name: [values[i] for i in chosen] for name, values in workload.items()}
     alone = _engine(shared, **tight | {"max_num_seqs": 1})
     unfused = _engine(some, compilation_config={"custom_ops": ["-mtp_entry"]})
-    plans = {
-        "v1": plan | {"unfused": unfused, "alone": alone},
-        "v2": plan | {"tight": _engine(workload, **tight) | {"async": True}},
-    }
-    waits = {
-        runner: start_worker(tmp, runner, {"runner": runner, "engines": list(chosen.values())})
-        for runner, chosen in plans.items()
-    }
+    asynchronous = _engine(workload, **tight) | {"async": True}
     # As served: the engine in a process that starts from nothing and loads the plugin itself.
     spawn = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    plans["spawned"] = {"alone": alone}
-    job = {"runner": "v1", "engines": [alone]}
-    waits["spawned"] = start_worker(tmp, "spawned", job, **spawn)
-    done = {}
-    for runner, wait in waits.items():
-        done[runner] = dict(zip(plans[runner], wait(), strict=True))
-    return done
+    stock = {"MTP_KERNELS_DISABLE": "layers"}
+    processes = {  # name -> (runner, engines, environment)
+        "v1": ("v1", plan | {"unfused": unfused, "alone": alone}, {}),
+        "v2": ("v2", plan | {"tight": asynchronous}, {}),
+        "spawned": ("v1", {"alone": alone}, spawn),
+        "stock": ("v1", {"arithmetic": plan["arithmetic"]}, stock),
+    }
+    waits = {
+        name: start_worker(tmp, name, {"runner": runner, "engines": list(engines.values())}, **env)
+        for name, (runner, engines, env) in processes.items()
+    }
+    return {
+        name: dict(zip(processes[name][1], wait(), strict=True)) for name, wait in waits.items()
+    }
 
 
 @pytest.fixture(scope="session")

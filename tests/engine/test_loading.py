@@ -75,6 +75,7 @@ def loaded(arithmetic, tmp_path_factory) -> dict[str, dict]:
         "extra": engine(_rewritten(tmp / "extra", _add_gate)),
         "wrong_shape": engine(_rewritten(tmp / "wrong_shape", _halve_projection)),
         "too_short": engine(max_model_len=5),
+        "small_chunks": engine(long_prefill_token_threshold=2),
         "repeated": engine(num_drafts=4, env={"MTP_KERNELS_REPEAT_LAST_LAYER": "1"}),
     }
     job = {"runner": "v1", "engines": list(engines.values())}
@@ -91,7 +92,8 @@ def loaded(arithmetic, tmp_path_factory) -> dict[str, dict]:
         ("no_mtp", ["expected weights named model.mtp.layers."]),
         ("extra", ["without a parameter", "model.mtp.layers.1.gate.weight"]),
         ("wrong_shape", ["model.mtp.layers.2.eh_proj.weight", "(128, 128)"]),
-        ("too_short", ["max_model_len", ">= 6"]),
+        ("too_short", ["max_model_len", ">= 6, got 5"]),
+        ("small_chunks", ["long_prefill_token_threshold", ">= 3, got 2"]),
     ],
 )
 def test_error_names_the_cause(loaded, name: str, words: list[str]) -> None:

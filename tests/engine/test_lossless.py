@@ -81,7 +81,7 @@ def _mean_length(run: dict) -> float:
 
 
 def test_acceptance_length(runs, model, arithmetic) -> None:
-    """At least 95% of the dense oracle's, and V1 within 0.02 of V2."""
+    """At least 95% of the dense oracle's, 0.8 above stock's, and V1 within 0.02 of V2."""
     emitted = rounds = 0
     for prompt, output in zip(arithmetic[:32], runs["v1"]["arithmetic"]["tokens"], strict=True):
         e, r = acceptance(model, prompt + output, len(prompt), K)
@@ -89,6 +89,8 @@ def test_acceptance_length(runs, model, arithmetic) -> None:
     v1, v2 = _mean_length(runs["v1"]["arithmetic"]), _mean_length(runs["v2"]["arithmetic"])
     assert v1 >= 0.95 * emitted / rounds, (v1, emitted / rounds)
     assert abs(v1 - v2) <= 0.02, (v1, v2)
+    stock = _mean_length(runs["stock"]["arithmetic"])
+    assert 1.5 < stock < v1 - 0.8, (stock, v1)
 
 
 def test_entry_op_changes_no_token(runs) -> None:
