@@ -17,7 +17,7 @@ from typing import Any
 from mtp_kernels import archs
 from mtp_kernels.vllm import compat, config, prefix_cache
 from mtp_kernels.vllm.compat import Patch
-from mtp_kernels.vllm.settings import NEEDS, PARTS, disabled_parts, draft_spec
+from mtp_kernels.vllm.settings import NEEDS, PARTS, disabled_parts, draft_spec, repeat_last_layer
 
 logger = logging.getLogger("vllm.mtp_kernels")
 
@@ -105,6 +105,7 @@ def _warn_once(text: str) -> None:
 
 def install() -> None:
     """Apply every part that is neither disabled nor unsupported; safe to call again."""
+    repeat_last_layer()  # a bad value stops here, not in the middle of a start
     off = disabled_parts()
     unsupported = {part: why for part, why in unsupported_parts().items() if part not in off}
     for part, why in unsupported.items():
@@ -126,6 +127,7 @@ def report() -> list[tuple[str, str, str, str]]:
     Status is "active" (applied in this process), "would patch", "disabled" or "skipped"; only
     the last one is a fault.
     """
+    repeat_last_layer()
     off, rows = disabled_parts(), []
     for patch in PATCHES:
         status, why = "would patch", ""

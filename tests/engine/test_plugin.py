@@ -81,6 +81,6 @@ print(rows.count("active"), rows.count("disabled"))
     ],
 )
 def test_bad_environment_is_an_error(variable: str, value: str, words: str) -> None:
-    code = "from mtp_kernels.vllm import settings as s; s.disabled_parts(), s.repeat_last_layer()"
-    run = _python(code, **{variable: value})
-    assert run.returncode == 1 and words in run.stderr
+    for call in ("install", "report"):
+        run = _python(f"from mtp_kernels.vllm import plugin; plugin.{call}()", **{variable: value})
+        assert run.returncode == 1 and words in run.stderr
