@@ -3,9 +3,11 @@
 import logging
 from collections.abc import Iterable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
@@ -38,6 +40,11 @@ def max_rows(vllm_config: VllmConfig) -> int:
     scheduler = vllm_config.scheduler_config
     num_drafts = vllm_config.speculative_config.num_speculative_tokens
     return scheduler.max_num_batched_tokens + scheduler.max_num_seqs * (num_drafts - 1)
+
+
+def without_slots(slot_mappings: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same slot mapping per layer with no row in it: a run that writes no KV."""
+    return {name: torch.full_like(slots, PAD_SLOT_ID) for name, slots in slot_mappings.items()}
 
 
 def check_supported(vllm_config: VllmConfig, num_drafts: int) -> None:

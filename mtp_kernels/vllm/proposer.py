@@ -13,10 +13,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
-from vllm.v1.spec_decode.utils import PADDING_SLOT_ID
 
 from mtp_kernels.drafting import RoundBuffers, row_capacity
-from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows
+from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows, without_slots
 
 
 class MtpProposer(Step3p5MTPProposer):
@@ -102,10 +101,6 @@ class MtpProposer(Step3p5MTPProposer):
         )
         slots = self._map_slots(cad, num_rows)
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(cad)
-        no_slots = {
-            name: torch.full_like(slot_mapping, PADDING_SLOT_ID)
-            for name, slot_mapping in slots.items()
-        }
         draft_probs: list[Tensor] = []
 
         def run_layer(
@@ -115,7 +110,7 @@ class MtpProposer(Step3p5MTPProposer):
                 attn_metadata,
                 self.vllm_config,
                 num_tokens=num_rows,
-                slot_mapping=slots if write_kv else no_slots,
+                slot_mapping=slots if write_kv else without_slots(slots),
             ):
                 out = self.model(
                     input_ids=ids, positions=positions, hidden_states=hidden, spec_step_idx=layer
@@ -163,6 +158,7 @@ class MtpProposer(Step3p5MTPProposer):
             block_table = self._per_group_block_tables.get(gid, cad.block_table_tensor)
             block = block_table[request, positions // block_size].long()
             slots = torch.where(is_token, block * block_size + positions % block_size, -1)
+            # Where a table is registered, the group's metadata takes the slots from here too.
             self._per_group_block_tables[gid] = block_table
             self._per_group_slot_mappings[gid] = slots
             by_layer |= dict.fromkeys(group.layer_names, slots)

@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
 
 from mtp_kernels.drafting import RoundBuffers, row_capacity
-from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows
+from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows, without_slots
 
 
 class MtpSpeculator(MultiModuleMTPSpeculator):
@@ -145,7 +144,7 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         ) -> tuple[Tensor, Tensor]:
             slots = slot_mappings
             if slots is not None and not write_kv:
-                slots = {name: torch.full_like(s, PAD_SLOT_ID) for name, s in slots.items()}
+                slots = without_slots(slots)
             # ids, rows and hidden are views of the buffers that _run_model reads.
             return self._run_model(
                 num_tokens,
