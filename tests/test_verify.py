@@ -213,3 +213,305 @@ def test_block_accepts_at_least_as_many() -> None:
     )
     assert token == pytest.approx(block, abs=1e-9)
     assert token_law == pytest.approx(block_law, abs=1e-9)
+
+
+# From here on the op itself, on many requests at once.
+
+verify = torch.ops.mtp_kernels.verify
+
+
+def uniform_batch(count: int, logits: Tensor, draft_ids: Tensor, **more: Any) -> dict[str, Any]:
+    """`count` copies of one request with rows `logits`, which differ in their seed."""
+    rows = logits.shape[0]
+    base = {
+        "logits": logits.repeat(count, 1),
+        "draft_ids": draft_ids,
+        "cu_rows": torch.arange(0, count * rows + 1, rows),
+        "positions": torch.arange(100, 100 + rows).repeat(count),
+        "temperature": torch.ones(count),
+        "seeds": torch.arange(count) * 7919 - 5,
+    }
+    return base | more
+
+
+def chi_square_fits(observed: Tensor, chances: Tensor, false_alarm: float = 1e-6) -> bool:
+    """Whether counts fit a law; a fitting one fails with chance `false_alarm`."""
+    expected = observed.sum() * chances
+    assert observed[chances == 0].sum() == 0, "a token of probability 0 was emitted"
+    observed, expected = observed[chances > 0], expected[chances > 0]
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((expected.numel() - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees, statistic / 2)) > false_alarm
+
+
+def overlapping_laws(vocab: int, rows: int) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(5)
+    p = torch.randn(rows, vocab, generator=gen)
+    return p, p[: rows - 1] + 0.5 * torch.randn(rows - 1, vocab, generator=gen)
+
+
+@pytest.mark.parametrize("drafted", ["sampled", "same seed and stream as the target", "certain"])
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 3])
+def test_every_position_has_the_law_of_the_target(
+    num_drafts: int, method: str, drafted: str
+) -> None:
+    """Case 20: 200,000 seeds; drafts from this op, so that a noise shared with it would show.
+
+    Rows do not depend on what was drafted before them, so emitted position i has law p_i among
+    the requests that got as far. The one case that must not fit: drafts made with the target's
+    own noise are not independent of it.
+    """
+    count, vocab = 200_000, 8
+    p, q = overlapping_laws(vocab, num_drafts + 1)
+    seeds = uniform_batch(count, p, torch.empty(count, 0))["seeds"]
+    stream = "target" if "stream" in drafted else "draft"
+    ids = [
+        verify(
+            **uniform_batch(count, q[i : i + 1], torch.empty(count, 0, dtype=torch.int64))
+            | {"positions": torch.full((count,), 100 + i), "stream": stream, "seeds": seeds}
+        )[0]
+        for i in range(num_drafts)
+    ]
+    draft_ids = torch.cat(ids, dim=1)
+    if drafted == "certain":
+        given = {}
+    else:
+        rows = torch.arange(num_drafts).expand(count, -1)
+        given = {"draft_logits": q, "draft_rows": rows}
+    tokens, accepted, _ = verify(**uniform_batch(count, p, draft_ids, method=method, **given))
+    fits = []
+    for i in range(num_drafts + 1):
+        there = tokens[accepted >= i, i]
+        fits.append(
+            chi_square_fits(there.bincount(minlength=vocab).double(), p[i].double().softmax(-1))
+        )
+    if drafted.startswith("same"):
+        assert not all(fits)
+    else:
+        assert all(fits), fits
+
+
+def test_coupled_has_the_law_of_the_target_and_ignores_the_drafts() -> None:
+    count, vocab, num_drafts = 200_000, 8, 2
+    p, _ = overlapping_laws(vocab, num_drafts + 1)
+    gen = torch.Generator().manual_seed(0)
+    random_ids = torch.randint(0, vocab, (count, num_drafts), generator=gen)
+    tokens, _, _ = verify(**uniform_batch(count, p, random_ids, method="coupled"))
+    all_right = uniform_batch(count, p, random_ids, method="coupled")
+    for i in range(num_drafts):  # what was emitted without a draft is what an equal draft gets
+        alone = verify(
+            **uniform_batch(count, p[i : i + 1], random_ids[:, :0], method="coupled")
+            | {"positions": torch.full((count,), 100 + i)}
+        )[0][:, 0]
+        all_right["draft_ids"][:, i] = alone
+    tokens_all, accepted_all, _ = verify(**all_right)
+    assert (accepted_all == num_drafts).all()
+    known = tokens >= 0
+    assert (tokens[known] == tokens_all[known]).all() and known[:, 0].all()
+    for i in range(num_drafts + 1):
+        counts = tokens_all[:, i].bincount(minlength=vocab).double()
+        assert chi_square_fits(counts, p[i].double().softmax(-1))
+
+
+def test_drafts_with_the_targets_noise_agree_more_often_under_coupled() -> None:
+    count, vocab = 20_000, 8
+    p, q = overlapping_laws(vocab, 2)
+    none = torch.empty(count, 0, dtype=torch.int64)
+    rates = {}
+    for stream in ("target", "draft"):
+        drafts = verify(**uniform_batch(count, q, none, method="coupled", stream=stream))[0]
+        accepted = verify(**uniform_batch(count, p, drafts, method="coupled"))[1]
+        rates[stream] = float(accepted.float().mean())
+    assert rates["target"] > rates["draft"] + 0.2
+
+
+@pytest.mark.parametrize("method", ["standard", "synthetic"])
+def test_acceptance_rates(method: str) -> None:
+    """standard accepts a certain draft with its probability, synthetic with the given rate."""
+    count = 100_000
+    p, _ = overlapping_laws(8, 3)
+    drafts = p[:2].argmax(-1).expand(count, -1).contiguous()
+    inputs = uniform_batch(count, p, drafts, method=method)
+    chances = p.softmax(-1).amax(-1)[:2]
+    if method == "synthetic":
+        chances = inputs["synthetic_rates"] = torch.tensor([0.9, 0.25])
+    accepted = verify(**inputs)[1]
+    law = torch.tensor([1 - chances[0], chances[0] * (1 - chances[1]), chances[0] * chances[1]])
+    assert chi_square_fits(accepted.bincount(minlength=3).double(), law.double())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("vocab", [7, 999, 1000, 8193])
+@pytest.mark.parametrize("method", ["standard", "block", "coupled"])
+def test_rows_that_are_not_finite(vocab: int, temperature: float, method: str) -> None:
+    """Case 16: a bad row gives its best finite id and a status, its neighbours do not notice."""
+    gen = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(8, vocab, generator=gen).bfloat16()
+    draft_ids = logits[::2].argmax(-1, keepdim=True)
+    good = uniform_batch(4, logits[:2], draft_ids, method=method) | {"logits": logits}
+    good["temperature"] = torch.full((4,), temperature)
+    bad = good | {"logits": logits.clone()}
+    bad["logits"][0, vocab // 2] = torch.nan
+    bad["logits"][2] = torch.nan
+    bad["logits"][4] = -torch.inf
+    bad["draft_ids"] = torch.full_like(draft_ids, vocab - 1)
+    bad["draft_ids"][3] = draft_ids[3]
+    tokens, accepted, status = verify(**bad)
+    assert status[:3].tolist() == [op.NOT_FINITE, op.NOT_FINITE + op.NOTHING_ALLOWED, 2]
+    assert accepted[:3].tolist() == [0, 0, 0]
+    best = logits[0].float().index_fill(0, torch.tensor(vocab // 2), -torch.inf).argmax()
+    assert tokens[:3, 0].tolist() == [int(best), 0, 0]
+    for got, want in zip((tokens, accepted, status), verify(**good), strict=True):
+        assert torch.equal(got[3], want[3])
+
+
+@pytest.mark.parametrize("with_q", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("method", ["standard", "block", "coupled"])
+def test_drafts_that_are_no_tokens(method: str, temperature: float, with_q: bool) -> None:
+    """Case 17: rejected before any gather; their place is sampled as if nothing was drafted."""
+    gen = torch.Generator().manual_seed(1)
+    vocab, count = 50, 200
+    logits = torch.randn(4, vocab, generator=gen)
+    for first in (4, -1):
+        draft_ids = torch.tensor([[first, -1, 2**31]]).expand(count, -1).contiguous()
+        inputs = uniform_batch(count, logits, draft_ids, method=method)
+        inputs["temperature"] = torch.full((count,), temperature)
+        if with_q:
+            inputs["draft_logits"] = torch.randn(count * 3, vocab, generator=gen)
+        tokens, accepted, _ = verify(**inputs)
+        if first == 4:
+            shorter = inputs | {"draft_ids": draft_ids[:, :1].contiguous()}
+            shorter |= uniform_batch(count, logits[:2], shorter["draft_ids"])
+            shorter["temperature"] = inputs["temperature"]
+            if with_q:
+                shorter["draft_logits"] = inputs["draft_logits"][::3]
+        else:
+            shorter = inputs | uniform_batch(count, logits[:1], draft_ids[:, :0])
+            shorter["temperature"] = inputs["temperature"]
+            shorter["draft_logits"] = None
+        want, want_accepted, _ = verify(**shorter | {"method": method})
+        assert torch.equal(tokens[:, : want.shape[1]], want)
+        assert (tokens[:, want.shape[1] :] == -1).all() and torch.equal(accepted, want_accepted)
+
+
+def test_greedy_beside_sampled() -> None:
+    """Case 19: temperature decides per request; a request without drafts in the middle."""
+    gen = torch.Generator().manual_seed(2)
+    logits = torch.randn(9, 100, generator=gen).bfloat16()
+    together = {
+        "logits": logits,
+        "draft_ids": torch.randint(0, 100, (4, 2), generator=gen),
+        "cu_rows": torch.tensor([0, 3, 4, 6, 9]),
+        "positions": torch.arange(9),
+        "temperature": torch.tensor([0, 1e-6, 0.7, 0]),
+        "seeds": torch.tensor([1, 2, 3, 4]),
+        "top_p": torch.tensor([0.5, 0.9, 0.9, 1.0]),
+    }
+    together["draft_ids"][0] = logits[:2].argmax(-1)
+    results = verify(**together)
+    assert results[1].tolist()[0] == 2 and results[0][0, 2] == logits[2].argmax()
+    for b in range(4):
+        start, end = together["cu_rows"][b : b + 2].tolist()
+        alone = {
+            "logits": logits[start:end],
+            "cu_rows": torch.tensor([0, end - start]),
+            "positions": together["positions"][start:end],
+        }
+        per_request = ("draft_ids", "temperature", "seeds", "top_p")
+        alone |= {name: together[name][b : b + 1] for name in per_request}
+        for got, want in zip(verify(**alone), results, strict=True):
+            assert torch.equal(got[0], want[b])
+
+
+def test_q_is_what_the_draft_was_sampled_from() -> None:
+    """Case 21: a draft sampled with top_k 2 has q = 0 outside of the two; a certain one q = 1."""
+    x = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
+    temperature = torch.tensor(1.0)
+    q = op.law_of(x, temperature, op.Cuts(2, None, None))
+    assert [q.probability(v) > 0 for v in range(6)] == [True, False, False, False, False, True]
+    # p = q without the filter: then token 0 is accepted with p(0) / q(0) < 1, unfiltered with 1.
+    count = 50_000
+    inputs = uniform_batch(count, x.repeat(2, 1), torch.zeros(count, 1, dtype=torch.int64))
+    inputs |= {"draft_logits": x[None], "draft_rows": torch.zeros(count, 1, dtype=torch.int64)}
+    rate = {kind: float(verify(**inputs, draft_kind=kind)[1].float().mean()) for kind in ["logits"]}
+    assert rate["logits"] == 1.0
+    # With the filter on p as well, p = q again.
+    inputs["top_k"] = torch.full((count,), 2)
+    assert verify(**inputs, draft_kind="filtered_logits")[1].float().mean() == 1.0
+    unfiltered = float(verify(**inputs, draft_kind="logits")[1].float().mean())
+    assert unfiltered == 1.0  # q(0) < p(0)
+    greedy = inputs | {"temperature": torch.zeros(count)}
+    assert verify(**greedy, draft_kind="filtered_logits")[1].float().mean() == 1.0
+
+
+def test_penalties_see_the_drafts_before_each_row() -> None:
+    """Case 23: drafts [a, a]: row 0 sees the history, row 1 the history + a, the bonus a + a."""
+    a, b, c = 3, 5, 8
+    logits = torch.zeros(3, 10)
+    logits[:, a], logits[:, b], logits[:, c] = 3.0, 2.4, 1.2
+    inputs = {
+        "logits": logits,
+        "draft_ids": torch.tensor([[a, a]]),
+        "cu_rows": torch.tensor([0, 3]),
+        "positions": torch.arange(3),
+        "temperature": torch.zeros(1),
+        "seeds": torch.zeros(1, dtype=torch.int64),
+        "penalty_rows": torch.tensor([0]),
+        "output_counts": torch.zeros(1, 10, dtype=torch.int32),
+        "prompt_mask": torch.zeros(1, 1, dtype=torch.int32),
+        "presence_penalty": torch.zeros(1),
+        "frequency_penalty": torch.zeros(1),
+        "repetition_penalty": torch.ones(1),
+    }
+
+    def tokens(**changed: Tensor) -> list[int]:
+        return verify(**inputs | changed)[0][0].tolist()
+
+    one = torch.ones(1)
+    assert tokens() == [a, a, a]
+    assert tokens(presence_penalty=one) == [a, b, -1]  # 3 -> 2 at row 1
+    assert tokens(presence_penalty=one * 0.5) == [a, a, a]  # only once, however often generated
+    assert tokens(frequency_penalty=one * 0.4) == [a, a, b]  # 3 -> 2.6 -> 2.2
+    assert tokens(repetition_penalty=one * 1.3) == [a, b, -1]  # 3 -> 2.3
+    history = inputs["output_counts"].clone()
+    history[0, a] = 2
+    assert tokens(frequency_penalty=one * 0.4, output_counts=history) == [b, -1, -1]
+    prompt = torch.tensor([[1 << a | 1 << b]], dtype=torch.int32)
+    assert tokens(repetition_penalty=one * 3, prompt_mask=prompt) == [c, -1, -1]
+    assert tokens(presence_penalty=one * 3, prompt_mask=prompt) == [a, b, -1]  # output only
+    nobody = torch.tensor([-1])
+    assert tokens(presence_penalty=one, penalty_rows=nobody) == [a, a, a]
+
+
+def test_masks_and_bias_act_on_their_row_and_request() -> None:
+    a, b = 3, 5
+    logits = torch.zeros(4, 40)
+    logits[:, a], logits[:, b] = 3.0, 2.0
+    inputs = {
+        "logits": logits,
+        "draft_ids": torch.tensor([[a], [a]]),
+        "cu_rows": torch.tensor([0, 2, 4]),
+        "positions": torch.arange(4),
+        "temperature": torch.zeros(2),
+        "seeds": torch.zeros(2, dtype=torch.int64),
+    }
+    mask = torch.full((4, 2), -1, dtype=torch.int32)
+    mask[1, 0] = ~(1 << a)
+    assert verify(**inputs, allowed_mask=mask)[0].tolist() == [[a, b], [a, a]]
+    bias = {"bias_ids": torch.tensor([[-1, 39], [b, -1]], dtype=torch.int32)}
+    bias["bias_values"] = torch.tensor([[9.0, 3.5], [1.5, 9.0]])
+    assert verify(**inputs, **bias)[0].tolist() == [[39, -1], [b, -1]]
+    # Bias, then penalties, then temperature: 4 * -1 -> bias 2 -> * 3 = -3 * ... order matters.
+    one = {
+        "penalty_rows": torch.tensor([0, -1]),
+        "output_counts": torch.zeros(1, 40, dtype=torch.int32),
+        "prompt_mask": torch.tensor([[1 << b, 0]], dtype=torch.int32),
+        "presence_penalty": torch.zeros(2),
+        "frequency_penalty": torch.zeros(2),
+        "repetition_penalty": torch.tensor([2.0, 1.0]),
+    }
+    bias["bias_ids"][0, 0], bias["bias_values"][0] = b, torch.tensor([3.0, 0.0])
+    # (2 + 3) / 2 = 2.5 < 3; the penalty first would give 2 / 2 + 3 = 4 > 3.
+    assert verify(**inputs, **bias, **one)[0].tolist() == [[a, a], [b, -1]]
