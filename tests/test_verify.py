@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import cases
 import pytest
 import torch
 from torch import Tensor
@@ -425,25 +426,21 @@ def test_greedy_beside_sampled() -> None:
             assert torch.equal(got[0], want[b])
 
 
-def test_q_is_what_the_draft_was_sampled_from() -> None:
-    """Case 21: a draft sampled with top_k 2 has q = 0 outside of the two; a certain one q = 1."""
-    x = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, 1.5])
-    temperature = torch.tensor(1.0)
-    q = op.law_of(x, temperature, op.Cuts(2, None, None))
-    assert [q.probability(v) > 0 for v in range(6)] == [True, False, False, False, False, True]
-    # p = q without the filter: then token 0 is accepted with p(0) / q(0) < 1, unfiltered with 1.
-    count = 50_000
-    inputs = uniform_batch(count, x.repeat(2, 1), torch.zeros(count, 1, dtype=torch.int64))
-    inputs |= {"draft_logits": x[None], "draft_rows": torch.zeros(count, 1, dtype=torch.int64)}
-    rate = {kind: float(verify(**inputs, draft_kind=kind)[1].float().mean()) for kind in ["logits"]}
-    assert rate["logits"] == 1.0
-    # With the filter on p as well, p = q again.
-    inputs["top_k"] = torch.full((count,), 2)
-    assert verify(**inputs, draft_kind="filtered_logits")[1].float().mean() == 1.0
-    unfiltered = float(verify(**inputs, draft_kind="logits")[1].float().mean())
-    assert unfiltered == 1.0  # q(0) < p(0)
-    greedy = inputs | {"temperature": torch.zeros(count)}
-    assert verify(**greedy, draft_kind="filtered_logits")[1].float().mean() == 1.0
+@pytest.mark.parametrize("kind", ["filtered_logits", "logits"])
+def test_q_is_what_the_draft_was_sampled_from(kind: str) -> None:
+    """Case 21: with top_k 3, q is 0 outside of three tokens; any other q does not give p."""
+    count, vocab = 100_000, 8
+    p, q = overlapping_laws(vocab, 2)
+    three = {"top_k": torch.full((count,), 3)}
+    none = torch.empty(count, 0, dtype=torch.int64)
+    drafts = verify(**uniform_batch(count, q, none, stream="draft"), **three)[0]
+    rows = torch.zeros(count, 1, dtype=torch.int64)
+    given = {"draft_logits": q, "draft_rows": rows, "draft_kind": kind}
+    tokens = verify(**uniform_batch(count, p, drafts), **three, **given)[0]
+    law = softmax_of(p[0], 1.0, 3, 1.0, 0.0)
+    assert chi_square_fits(tokens[:, 0].bincount(minlength=vocab).double(), law) == (
+        kind == "filtered_logits"
+    )
 
 
 def test_penalties_see_the_drafts_before_each_row() -> None:
@@ -503,7 +500,6 @@ def test_masks_and_bias_act_on_their_row_and_request() -> None:
     bias = {"bias_ids": torch.tensor([[-1, 39], [b, -1]], dtype=torch.int32)}
     bias["bias_values"] = torch.tensor([[9.0, 3.5], [1.5, 9.0]])
     assert verify(**inputs, **bias)[0].tolist() == [[39, -1], [b, -1]]
-    # Bias, then penalties, then temperature: 4 * -1 -> bias 2 -> * 3 = -3 * ... order matters.
     one = {
         "penalty_rows": torch.tensor([0, -1]),
         "output_counts": torch.zeros(1, 40, dtype=torch.int32),
@@ -513,5 +509,166 @@ def test_masks_and_bias_act_on_their_row_and_request() -> None:
         "repetition_penalty": torch.tensor([2.0, 1.0]),
     }
     bias["bias_ids"][0, 0], bias["bias_values"][0] = b, torch.tensor([3.0, 0.0])
-    # (2 + 3) / 2 = 2.5 < 3; the penalty first would give 2 / 2 + 3 = 4 > 3.
-    assert verify(**inputs, **bias, **one)[0].tolist() == [[a, a], [b, -1]]
+    # First the bias: (2 + 3) / 2 < 3, and at row 1, where a has been seen, > 3 / 2. The penalty
+    # first would give 2 / 2 + 3 > 3.
+    assert verify(**inputs, **bias, **one)[0].tolist() == [[a, b], [b, -1]]
+
+
+def restricted(inputs: dict[str, Any], requests: list[int]) -> dict[str, Any]:
+    """The same call for some of the requests, in another order."""
+    rows = [
+        torch.arange(int(inputs["cu_rows"][b]), int(inputs["cu_rows"][b + 1])) for b in requests
+    ]
+    counts = torch.tensor([0] + [len(r) for r in rows])
+    index, row_index = torch.tensor(requests, dtype=torch.int64), torch.cat(rows)
+    changed: dict[str, Any] = {"cu_rows": counts.cumsum(0)}
+    num_drafts = inputs["draft_ids"].shape[1]
+    if inputs.get("draft_logits") is not None and inputs.get("draft_rows") is None:
+        every = torch.arange(inputs["draft_ids"].numel()).view(-1, num_drafts)
+        changed["draft_rows"] = every[index]
+    for name, x in inputs.items():
+        if name in ("logits", "positions", "allowed_mask"):
+            changed[name] = x[row_index]
+        elif isinstance(x, Tensor) and name not in (
+            "cu_rows draft_logits output_counts prompt_mask synthetic_rates".split()
+        ):
+            changed[name] = x[index]
+    return inputs | changed
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_request_does_not_notice_its_batch(seed: int) -> None:
+    """Bit for bit: reversed, alone, by number of threads and instruction set."""
+    row = cases.random_verify_row(seed)
+    inputs = cases.verify_inputs(row, seed)
+    want = verify(**inputs)
+    order = list(range(row.requests))[::-1]
+    for got, w in zip(verify(**restricted(inputs, order)), want, strict=True):
+        assert torch.equal(got, w[order])
+    for b in range(0, row.requests, 9):
+        for got, w in zip(verify(**restricted(inputs, [b])), want, strict=True):
+            assert torch.equal(got[0], w[b])
+    for count in (1, 2, 5):
+        for isa in cases.CPU_ISAS:
+            with cases.threads(count), cases.cpu_isa(isa):
+                got = verify(**inputs)
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def plain_inputs() -> dict[str, Any]:
+    return cases.verify_inputs(cases.VERIFY_ROWS[0])
+
+
+def with_penalties() -> dict[str, Any]:
+    row = next(row for row in cases.VERIFY_ROWS if row.id == "bf16-all")
+    return cases.verify_inputs(row)
+
+
+def changed(name: str, value: Any) -> dict[str, Any]:
+    return plain_inputs() | {name: value}
+
+
+def ascending(*bounds: int) -> Tensor:
+    return torch.tensor(bounds)
+
+
+GARBAGE = {  # words of the message -> inputs; B = 4, K = 3, V = 320
+    "logits expected dtype bfloat16 or float16 or float32, got int64": lambda: changed(
+        "logits", torch.zeros(16, 320, dtype=torch.int64)
+    ),
+    "logits expected shape [R, V >= 1], got [16]": lambda: changed("logits", torch.zeros(16)),
+    "logits expected last stride 1, got 2": lambda: changed("logits", torch.zeros(16, 640)[:, ::2]),
+    "draft_ids expected [B, K], got [4]": lambda: changed("draft_ids", torch.zeros(4).long()),
+    "draft_ids expected dtype int32 or int64, got float32": lambda: changed(
+        "draft_ids", torch.zeros(4, 3)
+    ),
+    "cu_rows expected shape [5], got [4]": lambda: changed("cu_rows", ascending(0, 1, 2, 3)),
+    "cu_rows expected to start at 0, got 1": lambda: changed("cu_rows", ascending(1, 2, 3, 4, 5)),
+    "cu_rows expected 1 to 4 rows per request, got 0 for request 1": lambda: changed(
+        "cu_rows", ascending(0, 1, 1, 2, 3)
+    ),
+    "cu_rows expected 1 to 4 rows per request, got -1 for request 2": lambda: changed(
+        "cu_rows", ascending(0, 1, 3, 2, 3)
+    ),
+    "cu_rows expected 1 to 4 rows per request, got 5 for request 0": lambda: changed(
+        "cu_rows", ascending(0, 5, 6, 7, 8)
+    ),
+    "rows of logits, got 16": lambda: changed("cu_rows", ascending(0, 4, 8, 12, 16)),
+    "positions expected dtype int32 or int64, got float32": lambda: changed(
+        "positions", torch.zeros(plain_inputs()["logits"].shape[0])
+    ),
+    "temperature expected a finite number >= 0, got nan at index 2": lambda: changed(
+        "temperature", torch.tensor([0, 1, torch.nan, 1])
+    ),
+    "temperature expected a finite number >= 0, got -1 at index 0": lambda: changed(
+        "temperature", torch.tensor([-1.0, 1, 1, 1])
+    ),
+    "temperature expected a finite number >= 0, got inf at index 3": lambda: changed(
+        "temperature", torch.tensor([1.0, 1, 1, torch.inf])
+    ),
+    "temperature expected dtype float32, got float64": lambda: changed(
+        "temperature", torch.ones(4, dtype=torch.float64)
+    ),
+    "seeds expected shape [4], got [3]": lambda: changed("seeds", torch.zeros(3).long()),
+    "seeds expected dtype int64, got int32": lambda: changed("seeds", torch.zeros(4).int()),
+    "top_k expected a number >= 0, got -1 at index 1": lambda: changed(
+        "top_k", torch.tensor([0, -1, 5, 400])
+    ),
+    "top_p expected a number in (0, 1], got 0 at index 0": lambda: changed(
+        "top_p", torch.tensor([0.0, 1, 1, 1])
+    ),
+    "top_p expected a number in (0, 1], got 2 at index 3": lambda: changed(
+        "top_p", torch.tensor([1.0, 1, 1, 2])
+    ),
+    "min_p expected a number in [0, 1], got nan at index 1": lambda: changed(
+        "min_p", torch.tensor([0.0, torch.nan, 1, 1])
+    ),
+    "draft_logits expected shape [rows, 320], got [12, 319]": lambda: changed(
+        "draft_logits", torch.zeros(12, 319)
+    ),
+    "draft_rows expected shape [4, 3], got [4, 2]": lambda: changed(
+        "draft_rows", torch.zeros(4, 2).long()
+    ),
+    "allowed_mask expected dtype int32, got bool": lambda: changed(
+        "allowed_mask", torch.zeros(16, 10, dtype=torch.bool)
+    ),
+    "allowed_mask expected shape [": lambda: changed(
+        "allowed_mask", torch.zeros(3, 10, dtype=torch.int32)
+    ),
+    "bias_ids and bias_values expected both or neither": lambda: changed(
+        "bias_ids", torch.zeros(4, 1, dtype=torch.int32)
+    ),
+    "penalties expected all of penalty_rows, output_counts": lambda: changed(
+        "presence_penalty", torch.zeros(4)
+    ),
+    "repetition_penalty expected a finite number > 0, got 0 at index 2": lambda: (
+        with_penalties() | {"repetition_penalty": torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])}
+    ),
+    "output_counts expected shape [rows, 1000], got [3, 999]": lambda: (
+        with_penalties() | {"output_counts": torch.zeros(3, 999, dtype=torch.int32)}
+    ),
+    "synthetic_rates expected exactly with method": lambda: changed("method", "synthetic"),
+    "synthetic_rates expected a number in [0, 1], got 1.5 at index 2": lambda: (
+        changed("method", "synthetic") | {"synthetic_rates": torch.tensor([1.0, 0.5, 1.5])}
+    ),
+    "method expected one of standard, block, coupled, synthetic, got 'fast'": lambda: changed(
+        "method", "fast"
+    ),
+    "stream expected one of target, draft, got ''": lambda: changed("stream", ""),
+    "draft_kind expected one of logits, filtered_logits, probs, got 'probabilities'": lambda: (
+        changed("draft_kind", "probabilities")
+    ),
+}
+
+
+@pytest.mark.parametrize("text", GARBAGE)
+def test_bad_input_names_the_argument(text: str) -> None:
+    """The kernel and the reference say the same."""
+    inputs = GARBAGE[text]()
+    messages = []
+    for call in (verify, op.verify):
+        with pytest.raises(RuntimeError) as error:
+            call(**inputs)
+        messages.append(str(error.value).splitlines()[0])
+    assert messages[0] == messages[1] and messages[0].startswith("verify: ")
+    assert text in messages[0]
