@@ -166,10 +166,10 @@ def verify_inputs(row: VerifyRow, seed: int = 0) -> dict[str, Any]:
         """Values for a share of the requests."""
         return torch.where(uniform(*values.shape) < share, values, otherwise)
 
-    rows = integers(1, k + 2, b)
+    rows = torch.where(uniform(b) < 0.5, k + 1, integers(1, k + 2, b))
     cu_rows = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
     num_rows = int(cu_rows[-1])
-    logits = torch.randn(num_rows, v, generator=gen) * 3
+    logits = torch.randn(num_rows, v, generator=gen) * (1 + 24 * uniform(num_rows, 1))
     if has("ties"):
         logits = logits.round()
     if has("padded"):  # rows that belong to nobody
@@ -178,7 +178,7 @@ def verify_inputs(row: VerifyRow, seed: int = 0) -> dict[str, Any]:
     draft_ids = integers(0, v, b, k)
     for request in range(b):
         start, count = int(cu_rows[request]), int(rows[request]) - 1
-        hit = uniform(count) < 0.7
+        hit = uniform(count) < 0.9
         best = likely[start : start + count]
         draft_ids[request, :count] = torch.where(hit, best, draft_ids[request, :count])
     if has("bad_drafts"):
@@ -306,6 +306,6 @@ def random_verify_row(seed: int) -> VerifyRow:
     features = frozenset(name for name in names if pick([True, False, False]))
     vocab = pick([1, 2, 7, 31, 64, 320, 999, 4096, 4097, 8193])
     kind = pick(["logits", "filtered_logits", "probs"])
-    shape = (pick([80, 100]), pick([0, 1, 3, 5]), vocab)
+    shape = (pick([80, 100]), pick([0, 1, 3, 3, 5, 5]), vocab)
     options = {"method": method, "draft_kind": kind}
     return VerifyRow(f"random-{seed}", pick([BF16, FP16, FP32]), *shape, features, options)
