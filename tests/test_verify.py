@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtp_kernels import verification
 from mtp_kernels.ops import verify as op
 
 
@@ -325,6 +326,45 @@ def test_drafts_with_the_targets_noise_agree_more_often_under_coupled() -> None:
         accepted = verify(**uniform_batch(count, p, drafts, method="coupled"))[1]
         rates[stream] = float(accepted.float().mean())
     assert rates["target"] > rates["draft"] + 0.2
+
+
+@pytest.mark.parametrize("method", ["standard", "block", "coupled"])
+def test_a_text_of_several_rounds_has_the_law_of_the_target(method: str) -> None:
+    """One seed per request for all its rounds: no random number may be met twice.
+
+    Position t has law p_t whatever came before, so four positions have the product of the laws.
+    """
+    count, vocab, num_drafts, length = 100_000, 3, 3, 4
+    p, q = overlapping_laws(vocab, length + num_drafts + 2)
+    seeds = torch.arange(count) * 7919 - 5
+    text = torch.full((count, length + num_drafts + 1), -1)
+    done = torch.zeros(count, dtype=torch.int64)
+    while int(done.min()) < length:
+        drafts = []
+        for i in range(num_drafts):
+            drafts.append(
+                verify(
+                    **uniform_batch(count, q[:1], torch.empty(count, 0, dtype=torch.int64))
+                    | {"logits": q[done + i], "positions": 100 + done + i, "stream": "draft"}
+                    | {"seeds": verification.round_seeds(seeds, 100 + done)}
+                )[0]
+            )
+        rows = done[:, None] + torch.arange(num_drafts + 1)
+        inputs = uniform_batch(count, p[: num_drafts + 1], torch.cat(drafts, 1), method=method)
+        inputs |= {"logits": p[rows.flatten()], "positions": 100 + rows.flatten(), "seeds": seeds}
+        if method != "coupled":
+            inputs |= {"draft_logits": q, "draft_rows": rows[:, :-1]}
+        tokens, accepted, _ = verify(**inputs)
+        keep = tokens >= 0
+        keep &= (done < length)[:, None]
+        text[keep.nonzero()[:, 0], rows[keep]] = tokens[keep]
+        done += torch.where(done < length, accepted + 1, 0)
+    cells = (text[:, :length] * vocab ** torch.arange(length)).sum(1)
+    laws = p[:length].double().softmax(-1)
+    joint = laws[0]
+    for law in laws[1:]:
+        joint = (joint[None] * law[:, None]).flatten()
+    assert chi_square_fits(cells.bincount(minlength=vocab**length).double(), joint)
 
 
 @pytest.mark.parametrize("method", ["standard", "synthetic"])
