@@ -1,0 +1,881 @@
+// The stages of verify on CPU. Compiled once per instruction set, with MTP_ISA naming it. Names are
+// those of the reference, mtp_kernels/ops/verify.py.
+#include "exact.h"
+#include "verify_cpu.h"
+
+namespace mtp {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLowest = -__FLT_MAX__;
+constexpr float kGreedyBelow = 1e-5f;
+constexpr int kOne = 40;    // a block's heaviest lane weighs 2^40
+constexpr int kWhole = 52;  // residuals are counted in 2^-52 of the whole distribution
+constexpr int32_t kNotFinite = 1, kNothingAllowed = 2;  // bits of status
+
+static_assert(kBlock % kChunk == 0 && kChunk % (4 * Vec::kLanes) == 0);
+
+int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t at(const IntArray& values, int64_t i) {
+  return values.are_int64 ? static_cast<const int64_t*>(values.data)[i]
+                          : static_cast<const int32_t*>(values.data)[i];
+}
+
+int64_t first_row(const VerifyParams& p, int64_t b) { return at(p.cu_rows, b); }
+
+int64_t given_drafts(const VerifyParams& p, int64_t b) {
+  return at(p.cu_rows, b + 1) - at(p.cu_rows, b) - 1;
+}
+
+int64_t draft_id(const VerifyParams& p, int64_t b, int64_t i) {
+  return at(p.draft_ids, b * p.draft_ids_stride + i);
+}
+
+bool is_token(const VerifyParams& p, int64_t id) { return id >= 0 && id < p.vocab; }
+
+int64_t lanes_of(const VerifyParams& p, int64_t block) {
+  return min(kBlock, p.vocab - block * kBlock);
+}
+
+// A request's filters; off: 0, 1, 0.
+struct Cuts {
+  int64_t top_k;
+  float top_p;
+  float min_p;
+
+  bool any() const { return top_k > 0 || top_p < 1 || min_p > 0; }
+};
+
+Cuts cuts_of(const VerifyParams& p, int64_t b) {
+  const int64_t top_k = p.top_k.data ? at(p.top_k, b) : 0;
+  return {top_k < p.vocab ? top_k : 0, p.top_p ? p.top_p[b] : 1, p.min_p ? p.min_p[b] : 0};
+}
+
+// Bias, penalties and mask.
+
+bool is_penalised(const VerifyParams& p, int64_t b) {
+  if (!p.penalty_rows.data) return false;
+  const int64_t state = at(p.penalty_rows, b);
+  const bool is_neutral =
+      p.repetition_penalty[b] == 1 && p.frequency_penalty[b] == 0 && p.presence_penalty[b] == 0;
+  return state >= 0 && state < p.penalty_states && !is_neutral;
+}
+
+const int32_t* mask_of(const VerifyParams& p, const Law& law) {
+  return p.allowed_mask + (first_row(p, law.request) + law.index) * p.allowed_mask_stride;
+}
+
+bool bit(const int32_t* words, int64_t i) {
+  return (static_cast<uint32_t>(words[i / 32]) >> (i % 32)) & 1;
+}
+
+// Whether lanes [begin, end) may differ from the row in memory.
+bool is_touched(const VerifyParams& p, const Law& law, int64_t begin, int64_t end) {
+  if (law.is_penalised) return true;
+  for (int64_t m = 0; m < p.biases; ++m) {
+    const int64_t id = p.bias_ids[law.request * p.bias_ids_stride + m];
+    if (id >= begin && id < end) return true;
+  }
+  if (!p.allowed_mask) return false;
+  const int32_t* mask = mask_of(p, law);
+  int32_t all = -1;
+  for (int64_t word = begin / 32; word * 32 < end; ++word) all &= mask[word];
+  return all != -1;
+}
+
+// to = the row's lanes [begin, end) after bias, penalties and mask.
+template <typename T>
+void edit(const VerifyParams& p, const Law& law, const T* row, int64_t begin, int64_t end,
+          float* to) {
+  const int64_t b = law.request, n = end - begin;
+  for (int64_t i = 0; i < n; ++i) to[i] = to_float(row[begin + i]);
+  for (int64_t m = 0; m < p.biases; ++m) {
+    const int64_t id = p.bias_ids[b * p.bias_ids_stride + m];
+    if (id >= begin && id < end) to[id - begin] += p.bias_values[b * p.bias_values_stride + m];
+  }
+  if (law.is_penalised) {
+    const int64_t state = at(p.penalty_rows, b);
+    const int32_t* prompt = p.prompt_mask + state * p.prompt_mask_stride;
+    int32_t counts[kBlock];
+    for (int64_t i = 0; i < n; ++i)
+      counts[i] = p.output_counts[state * p.output_counts_stride + begin + i];
+    for (int64_t i = 0; i < law.index; ++i) {
+      const int64_t draft = draft_id(p, b, i);
+      if (draft >= begin && draft < end) ++counts[draft - begin];
+    }
+    const float repetition = p.repetition_penalty[b], relief = 1 / repetition;
+    const float frequency = p.frequency_penalty[b], presence = p.presence_penalty[b];
+    for (int64_t i = 0; i < n; ++i) {
+      const bool generated = counts[i] > 0;
+      if (generated || bit(prompt, begin + i)) to[i] *= to[i] > 0 ? relief : repetition;
+      to[i] -= frequency * static_cast<float>(counts[i]);
+      to[i] -= presence * static_cast<float>(generated);
+    }
+  }
+  if (p.allowed_mask) {
+    const int32_t* mask = mask_of(p, law);
+    for (int64_t i = 0; i < n; ++i)
+      if (!bit(mask, begin + i)) to[i] = -kInfinity;
+  }
+}
+
+// Calls f(lanes) with lanes [begin, end) of the row, at most a block: where they lie, unless
+// edited.
+template <typename F>
+void with_lanes(const VerifyParams& p, const Law& law, int64_t begin, int64_t end, F f) {
+  const auto of_type = [&](const auto* row) {
+    if (law.is_edited && is_touched(p, law, begin, end)) {
+      float lanes[kBlock];
+      edit(p, law, row, begin, end, lanes);
+      f(static_cast<const float*>(lanes));
+    } else {
+      f(row + begin);
+    }
+  };
+  switch (law.dtype) {
+    case DType::bf16:
+      return of_type(static_cast<const Bf16*>(law.logits));
+    case DType::fp16:
+      return of_type(static_cast<const Half*>(law.logits));
+    case DType::fp32:
+      return of_type(static_cast<const float*>(law.logits));
+  }
+}
+
+template <typename F>
+void with_block(const VerifyParams& p, const Law& law, int64_t block, F f) {
+  with_lanes(p, law, block * kBlock, block * kBlock + lanes_of(p, block), f);
+}
+
+// x[i:i + kLanes], -inf from n on.
+template <typename T>
+Vec lanes_at(const T* x, int64_t i, int64_t n) {
+  if (i + Vec::kLanes <= n) return load(x + i);
+  float tail[Vec::kLanes];
+  for (int64_t j = 0; j < Vec::kLanes; ++j) tail[j] = i + j < n ? to_float(x[i + j]) : -kInfinity;
+  return load(tail);
+}
+
+// The scan.
+
+// Integers in the order of the floats that they are the bits of; the function is its own inverse.
+// NaNs lie beyond the infinities, and the key of -inf is the complement of the key of inf.
+template <typename Key>
+Key ordered(Key bits) {
+  constexpr int kSign = 8 * sizeof(Key) - 1;
+  return static_cast<Key>(bits ^ ((bits >> kSign) & static_cast<Key>(~(Key{1} << kSign))));
+}
+
+template <typename T>
+struct Keys {
+  using Key = int16_t;
+  static Key bits(T x) { return static_cast<Key>(x.bits); }
+  static float value(Key key) { return to_float(T{static_cast<uint16_t>(ordered(key))}); }
+};
+template <>
+struct Keys<float> {
+  using Key = int32_t;
+  static Key bits(float x) { return __builtin_bit_cast(Key, x); }
+  static float value(Key key) { return __builtin_bit_cast(float, ordered(key)); }
+};
+
+template <typename T>
+struct Extremes {
+  using Key = typename Keys<T>::Key;
+  Key lowest = static_cast<Key>(~(Key{1} << (8 * sizeof(Key) - 1)));
+  Key highest = static_cast<Key>(~lowest);
+
+  // A loop over integers, which compilers turn into two or three operations per vector.
+  void add(const T* x, int64_t n) {
+    Key low = lowest, high = highest;
+    for (int64_t i = 0; i < n; ++i) {
+      const Key key = ordered(Keys<T>::bits(x[i]));
+      low = key < low ? key : low;
+      high = key > high ? key : high;
+    }
+    lowest = low;
+    highest = high;
+  }
+};
+
+// Key of +inf.
+template <typename T>
+constexpr typename Keys<T>::Key kInfinityKey = 0x7f80;
+template <>
+constexpr int16_t kInfinityKey<Half> = 0x7c00;
+template <>
+constexpr int32_t kInfinityKey<float> = 0x7f800000;
+
+template <typename T>
+float highest_finite(const T* x, int64_t n) {
+  float highest = -kInfinity;
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = to_float(x[i]);
+    if (value > highest && value < kInfinity) highest = value;
+  }
+  return highest;
+}
+
+// Calls f(begin, end) for what may hold a lane of at least `least` among a block's n lanes.
+template <typename F>
+void spans(const float* chunks, float least, int64_t n, F f) {
+  if (!chunks) return f(0, n);
+  for (int64_t i = 0; i < n; i += kChunk)
+    if (chunks[i / kChunk] >= least) f(i, min(i + kChunk, n));
+}
+
+const float* chunks_of(const Law& law, int64_t block) {
+  return law.chunks ? law.chunks + block * (kBlock / kChunk) : nullptr;
+}
+
+Words words(const VerifyParams& p, const Law& law, Purpose purpose, Ints lane) {
+  const int64_t row = first_row(p, law.request) + law.index;
+  const uint64_t position = static_cast<uint64_t>(at(p.positions, row)) + 1;
+  return philox(static_cast<uint64_t>(p.seeds[law.request]), position,
+                static_cast<uint32_t>(purpose), lane);
+}
+
+// Fills in the block's weight: the sum over the lanes from `cut` up.
+template <typename T>
+void weigh(const T* x, int64_t n, const float* chunks, const Law& law, float cut, Block& block) {
+  const Vec highest = broadcast(block.highest), scale = broadcast(law.scale);
+  Longs total = truncated(zero());
+  spans(chunks, cut, n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += Vec::kLanes) {
+      // Memory is read ahead while this block is computed.
+      if (!chunks) __builtin_prefetch(x + i + kBlock);
+      const Vec value = lanes_at(x, i, n);
+      const Vec weights = exp2<kOne>((value - highest) * scale);
+      total = total + truncated(chunks ? where(value >= broadcast(cut), weights) : weights);
+    }
+  });
+  block.weight = sum(total);
+}
+
+// Fills in the winner of the block's race among the lanes from `cut` up, the first of several.
+template <typename T>
+void race(const VerifyParams& p, const T* x, int64_t first_lane, int64_t n, const float* chunks,
+          const Law& law, float cut, Block& block) {
+  // Four lanes share a counter. In this order the transposed words are in the order of the lanes.
+  constexpr int kGroups = Vec::kLanes / 4;
+  uint32_t order[Vec::kLanes];
+  for (int m = 0; m < kGroups; ++m)
+    for (int k = 0; k < 4; ++k) order[4 * m + k] = kGroups * k + m;
+  const Ints counters = load(order);
+  const Vec highest = broadcast(block.highest), scale = broadcast(law.scale);
+  // A lane's score is its fraction over an exponential variate, which is above the uniform one that
+  // it is made from; most lanes need no logarithm to lose. The slack is for rounding.
+  const Vec slack = broadcast(1 + 0x1p-16f);
+  float best = 0;
+  int64_t winner = 0;
+  spans(chunks, cut, n, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i += 4 * Vec::kLanes) {
+      const uint32_t counter = static_cast<uint32_t>((first_lane + i) / 4);
+      Words random = words(p, law, p.stream, broadcast(counter) + counters);
+      transpose(random.x);
+      for (int k = 0; k < 4; ++k) {
+        const Ints word = random.x[k];
+        const Vec to_beat = to_floats(word >> 1) * broadcast(0x1p-31f) * broadcast(best);
+        if (!any(slack > to_beat)) continue;
+        const Vec value = lanes_at(x, i + k * Vec::kLanes, n);
+        const Vec fractions = where(value >= broadcast(cut), exp2<0>((value - highest) * scale));
+        if (!any(fractions * slack > to_beat)) continue;
+        float scores[Vec::kLanes];
+        store(scores, fractions / exponential(word));
+        for (int j = 0; j < Vec::kLanes; ++j) {
+          if (!(scores[j] > best)) continue;
+          best = scores[j];
+          winner = i + k * Vec::kLanes + j;
+        }
+      }
+    }
+  });
+  block.best = best;
+  block.winner = static_cast<int32_t>(winner);
+}
+
+// What the law needs of a block, of the lanes from `cut` up.
+template <typename T>
+void measure(const VerifyParams& p, const Law& law, int64_t block, const T* x, float cut) {
+  const int64_t n = lanes_of(p, block);
+  const float* chunks = chunks_of(law, block);
+  Block& to = law.blocks[block];
+  if (law.need == Need::weights) weigh(x, n, chunks, law, cut, to);
+  if (law.need == Need::race) race(p, x, block * kBlock, n, chunks, law, cut, to);
+}
+
+void scan_block(const VerifyParams& p, const Law& law, int64_t block) {
+  with_block(p, law, block, [&]<typename T>(const T* x) {
+    const int64_t n = lanes_of(p, block);
+    Extremes<T> extremes;
+    if (law.chunks) {
+      float* chunks = law.chunks + block * (kBlock / kChunk);
+      for (int64_t i = 0; i < n; i += kChunk) {
+        Extremes<T> chunk;
+        chunk.add(x + i, min(kChunk, n - i));
+        chunks[i / kChunk] = Keys<T>::value(chunk.highest);
+        if (chunk.lowest < extremes.lowest) extremes.lowest = chunk.lowest;
+        if (chunk.highest > extremes.highest) extremes.highest = chunk.highest;
+      }
+    } else {
+      extremes.add(x, n);
+    }
+    Block& to = law.blocks[block];
+    constexpr auto infinity = kInfinityKey<T>;
+    // The key of -0.0 is -1.
+    to.is_finite =
+        extremes.highest < infinity && extremes.lowest >= (law.is_probs ? -1 : ~infinity);
+    to.highest = to.is_finite ? Keys<T>::value(extremes.highest) : highest_finite(x, n);
+    to.weight = 0;
+    to.best = 0;
+    to.winner = 0;
+    // With filters it is known only after the scan which lanes count.
+    if (to.is_finite && to.highest > -kInfinity && !law.chunks) measure(p, law, block, x, kLowest);
+  });
+}
+
+void scan(const VerifyParams& p, const VerifyWorkspace& w, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) scan_block(p, *w.laws[i / w.blocks], i % w.blocks);
+}
+
+// The filters.
+
+// Calls f(lanes) with vectors that hold every lane of at least `least`, among others.
+struct RowLanes {
+  const VerifyParams& p;
+  const Law& law;
+  int64_t blocks;
+
+  template <typename F>
+  void each(float least, F f) const {
+    for (int64_t block = 0; block < blocks; ++block) {
+      if (!(law.blocks[block].highest >= least)) continue;
+      with_block(p, law, block, [&](const auto* x) {
+        const int64_t n = lanes_of(p, block);
+        spans(chunks_of(law, block), least, n, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; i += Vec::kLanes) f(lanes_at(x, i, n));
+        });
+      });
+    }
+  }
+};
+
+struct ChunkMaxima {
+  const float* chunks;
+  int64_t n;
+
+  template <typename F>
+  void each(float, F f) const {
+    for (int64_t i = 0; i < n; i += Vec::kLanes) f(lanes_at(chunks, i, n));
+  }
+};
+
+// How much of a law the lanes above a cut may hold: a count of lanes, or a share of the weight.
+struct Limit {
+  double amount;
+  bool is_share;
+};
+
+// The lowest of the lanes from `floor` up, such that the lanes above it hold less than the limit;
+// `floor` if all of them do. A radix select over the floats' keys: no sort, no memory, at most
+// three passes, and the later ones only look at what is left.
+template <typename Lanes>
+float select(const Lanes& lanes, const Law& law, float floor, Limit limit) {
+  constexpr int kBits = 11;
+  const Vec highest = broadcast(law.highest), scale = broadcast(law.scale);
+  int32_t high = ordered(Keys<float>::bits(law.highest + 0.0f));  // -0.0 equals 0.0
+  int32_t low = ordered(Keys<float>::bits(floor + 0.0f));
+  int64_t above = 0;
+  double target = limit.amount;
+  for (bool is_first = true;; is_first = false) {
+    int64_t masses[1 << kBits];
+    const uint32_t width = static_cast<uint32_t>(high) - static_cast<uint32_t>(low);
+    const int shift = width >> kBits ? 32 - kBits - __builtin_clz(width) : 0;
+    const int64_t buckets = (width >> shift) + 1;
+    for (int64_t i = 0; i < buckets; ++i) masses[i] = 0;
+    lanes.each(Keys<float>::value(low), [&](Vec value) {
+      const Ints bits = bits_of(value + zero());
+      const Ints key = bits ^ (signs(bits) >> 1);
+      const Ints depth = broadcast(static_cast<uint32_t>(high)) - key;
+      const Mask inside = depth <= broadcast(width);
+      if (!any(inside)) return;
+      const Vec amount = limit.is_share ? exp2<kOne>((value - highest) * scale) : broadcast(1.0f);
+      uint32_t buckets_of[Vec::kLanes];
+      int64_t amounts[Vec::kLanes];
+      store(buckets_of, where(inside, depth) >> shift);
+      store(amounts, truncated(where(inside, amount)));
+      for (int i = 0; i < Vec::kLanes; ++i) masses[buckets_of[i]] += amounts[i];
+    });
+    if (is_first) {
+      int64_t total = 0;
+      for (int64_t i = 0; i < buckets; ++i) total += masses[i];
+      if (limit.is_share) target *= static_cast<double>(total);
+      if (static_cast<double>(total) < target) return floor;
+    }
+    int64_t bucket = 0;
+    while (static_cast<double>(above + masses[bucket]) < target) above += masses[bucket++];
+    high =
+        static_cast<int32_t>(static_cast<uint32_t>(high) - static_cast<uint32_t>(bucket << shift));
+    if (shift == 0) return Keys<float>::value(high);
+    const int32_t bucket_low = high - static_cast<int32_t>((int64_t{1} << shift) - 1);
+    if (bucket_low > low) low = bucket_low;
+  }
+}
+
+float first(Vec x) {
+  float lanes[Vec::kLanes];
+  store(lanes, x);
+  return lanes[0];
+}
+
+// The lowest logit that min_p, then top_k, then top_p keep.
+float cut_of(const VerifyParams& p, const VerifyWorkspace& w, const Law& law) {
+  const Cuts cuts = cuts_of(p, law.request);
+  const RowLanes row{p, law, w.blocks};
+  float cut = kLowest;
+  if (cuts.min_p > 0) {
+    const float lowest =
+        law.highest + first(log(broadcast(cuts.min_p))) * p.temperature[law.request];
+    if (lowest > cut) cut = lowest;
+  }
+  if (cuts.top_k > 0) {
+    const Limit limit{static_cast<double>(cuts.top_k), false};
+    // Each chunk has a lane as high as its maximum, so k chunks have k lanes.
+    cut = select(ChunkMaxima{law.chunks, w.chunks}, law, cut, limit);
+    cut = select(row, law, cut, limit);
+  }
+  if (cuts.top_p < 1) cut = select(row, law, cut, {static_cast<double>(cuts.top_p), true});
+  return cut;
+}
+
+// Laws.
+
+int64_t first_lane_of(const VerifyParams& p, const Law& law, int64_t block, float wanted) {
+  int64_t lane = -1;
+  with_block(p, law, block, [&](const auto* x) {
+    const int64_t n = lanes_of(p, block);
+    for (int64_t i = 0; i < n && lane < 0; i += Vec::kLanes) {
+      if (!any(lanes_at(x, i, n) >= broadcast(wanted))) continue;
+      for (int64_t j = i; j < min(i + Vec::kLanes, n) && lane < 0; ++j)
+        if (to_float(x[j]) == wanted) lane = j;
+    }
+  });
+  return block * kBlock + lane;
+}
+
+// Completes a law whose blocks have been scanned.
+void settle(const VerifyParams& p, const VerifyWorkspace& w, Law& law) {
+  bool is_finite = true;
+  int64_t best = 0;
+  for (int64_t block = 0; block < w.blocks; ++block) {
+    is_finite = is_finite && law.blocks[block].is_finite;
+    if (law.blocks[block].highest > law.blocks[best].highest) best = block;
+  }
+  law.highest = law.blocks[best].highest;
+  const bool is_empty = law.highest == -kInfinity;
+  law.status = (is_finite ? 0 : kNotFinite) + (is_empty ? kNothingAllowed : 0);
+  law.point = -1;
+  if (law.is_greedy || law.status != 0) {
+    law.point = is_empty ? 0 : first_lane_of(p, law, best, law.highest);
+    return;
+  }
+  law.cut = law.chunks ? cut_of(p, w, law) : kLowest;
+  law.total = 0;
+  for (int64_t begin = 0; begin < w.blocks; begin += Vec::kLanes) {
+    const int64_t end = min(begin + Vec::kLanes, w.blocks);
+    float scales[Vec::kLanes] = {};
+    for (int64_t i = begin; i < end; ++i)
+      scales[i - begin] = (law.blocks[i].highest - law.highest) * law.scale;
+    store(scales, exp2<0>(load(scales)));
+    for (int64_t i = begin; i < end; ++i) {
+      Block& block = law.blocks[i];
+      const bool is_kept = block.highest >= law.cut;
+      if (is_kept && law.chunks)
+        with_block(p, law, i, [&](const auto* x) { measure(p, law, i, x, law.cut); });
+      block.scale = is_kept ? scales[i - begin] : 0;
+      block.mass = static_cast<int64_t>(static_cast<double>(block.weight) *
+                                        static_cast<double>(block.scale));
+      law.total += block.mass;
+    }
+  }
+}
+
+float lane_at(const VerifyParams& p, const Law& law, int64_t token) {
+  float value = 0;
+  with_lanes(p, law, token, token + 1, [&](const auto* x) { value = to_float(x[0]); });
+  return value;
+}
+
+int64_t weight_of(const VerifyParams& p, const Law& law, int64_t token) {
+  const float value = lane_at(p, law, token);
+  if (!(value >= law.cut)) return 0;
+  const float highest = law.blocks[token / kBlock].highest;
+  return static_cast<int64_t>(first(exp2<kOne>(broadcast((value - highest) * law.scale))));
+}
+
+int64_t mass_of(int64_t weight, float scale) {
+  return static_cast<int64_t>(static_cast<double>(weight) * static_cast<double>(scale));
+}
+
+double probability(const VerifyParams& p, const Law& law, int64_t token) {
+  if (law.point >= 0) return law.point == token ? 1 : 0;
+  const int64_t mass = mass_of(weight_of(p, law, token), law.blocks[token / kBlock].scale);
+  return static_cast<double>(mass) / static_cast<double>(law.total);
+}
+
+void weights_of(const VerifyParams& p, const Law& law, int64_t block, int64_t* to) {
+  const Vec highest = broadcast(law.blocks[block].highest), scale = broadcast(law.scale);
+  with_block(p, law, block, [&](const auto* x) {
+    const int64_t n = lanes_of(p, block);
+    for (int64_t i = 0; i < n; i += Vec::kLanes) {
+      const Vec value = lanes_at(x, i, n);
+      const Vec weights = exp2<kOne>((value - highest) * scale);
+      store(to + i, truncated(where(value >= broadcast(law.cut), weights)));
+    }
+  });
+}
+
+// What `kept` times a lane's probability is to its fraction.
+float factor_of(const Law& law, int64_t block, double kept) {
+  if (law.point >= 0) return law.point / kBlock == block ? static_cast<float>(kept) : 0;
+  return static_cast<float>(kept * static_cast<double>(law.blocks[block].scale) * 0x1p40 /
+                            static_cast<double>(law.total));
+}
+
+// `kept` times each lane's probability, to[kBlock].
+void probabilities(const VerifyParams& p, const Law& law, int64_t block, double kept, float* to) {
+  const int64_t n = lanes_of(p, block);
+  const float factor = factor_of(law, block, kept);
+  if (law.point >= 0 || factor == 0) {
+    for (int64_t i = 0; i < kBlock; ++i) to[i] = 0;
+    if (factor != 0) to[law.point % kBlock] = factor;
+    return;
+  }
+  const Vec highest = broadcast(law.blocks[block].highest), scale = broadcast(law.scale);
+  with_block(p, law, block, [&](const auto* x) {
+    for (int64_t i = 0; i < n; i += Vec::kLanes) {
+      const Vec value = lanes_at(x, i, n);
+      const Vec fractions = where(value >= broadcast(law.cut), exp2<0>((value - highest) * scale));
+      store(to + i, fractions * broadcast(factor));
+    }
+  });
+}
+
+// What a draft was sampled from. Without a law it is certain ("one-hot").
+struct Draft {
+  int64_t token;
+  Law* law;  // its logits are probabilities where law->is_probs
+};
+
+Draft draft_of(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i) {
+  const int64_t row =
+      p.draft_rows.data ? at(p.draft_rows, b * p.draft_rows_stride + i) : b * p.drafts + i;
+  const bool has_row = p.draft_logits && row >= 0 && row < p.draft_logits_rows;
+  return {draft_id(p, b, i), has_row ? &w.drafts[b * p.drafts + i] : nullptr};
+}
+
+double probability(const VerifyParams& p, const Draft& q) {
+  if (!q.law) return 1;
+  return q.law->is_probs ? lane_at(p, *q.law, q.token) : probability(p, *q.law, q.token);
+}
+
+// Residuals: `max(kept p - q, 0)`, what a rejected draft is replaced from. Without a q: p itself.
+
+// The weights of a block's lanes, to[kBlock]; returns their sum. Not for a one-hot q.
+int64_t residual_weights(const VerifyParams& p, const Law& law, const Law& q, double kept,
+                         int64_t block, int64_t* to) {
+  const int64_t n = lanes_of(p, block);
+  int64_t padded = (n + Vec::kLanes - 1) / Vec::kLanes * Vec::kLanes;
+  if (factor_of(law, block, kept) < 0x1p-52f) {  // all of them round to 0
+    for (int64_t i = 0; i < padded; ++i) to[i] = 0;
+    return 0;
+  }
+  float ours[kBlock], theirs[kBlock];
+  probabilities(p, law, block, kept, ours);
+  if (q.is_probs) {
+    with_block(p, q, block, [&](const auto* x) {
+      // The maximum is for the padding: probabilities are not negative.
+      for (int64_t i = 0; i < n; i += Vec::kLanes)
+        store(theirs + i, max(lanes_at(x, i, n), zero()));
+    });
+  } else {
+    probabilities(p, q, block, 1, theirs);
+  }
+  Longs total = truncated(zero());
+  for (int64_t i = 0; i < padded; i += Vec::kLanes) {
+    const Vec left = max(load(ours + i) - load(theirs + i), zero());
+    const Longs weights = truncated(left * broadcast(0x1p52f));
+    store(to + i, weights);
+    total = total + weights;
+  }
+  return sum(total);
+}
+
+// Fills in the masses of all blocks; returns their sum.
+int64_t residual_masses(const VerifyParams& p, const VerifyWorkspace& w, const Law& law,
+                        const Draft* q, double kept, int64_t* masses) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < w.blocks; ++i) {
+    const Block& block = law.blocks[i];
+    if (q && q->law) {
+      int64_t weights[kBlock];
+      masses[i] = residual_weights(p, law, *q->law, kept, i, weights);
+    } else if (q && q->token / kBlock == i) {
+      masses[i] = mass_of(block.weight - weight_of(p, law, q->token), block.scale);
+    } else {
+      masses[i] = block.mass;
+    }
+    total += masses[i];
+  }
+  return total;
+}
+
+double residual_mass(const VerifyParams& p, const VerifyWorkspace& w, const Law& law,
+                     const Draft& q, double kept) {
+  if (!q.law) return kept * (1 - probability(p, law, q.token));
+  int64_t* masses = w.residual_masses + law.request * w.blocks;
+  return static_cast<double>(residual_masses(p, w, law, &q, kept, masses)) * 0x1p-52;
+}
+
+int64_t place(const int64_t* weights, int64_t total, double uniform) {
+  const int64_t at = min(static_cast<int64_t>(uniform * static_cast<double>(total)), total - 1);
+  int64_t i = 0;
+  for (int64_t up_to = weights[0]; up_to <= at; up_to += weights[i]) ++i;
+  return i;
+}
+
+// A token of the residual, of the law itself where that is empty.
+int64_t draw(const VerifyParams& p, const VerifyWorkspace& w, const Law& law, const Draft* q,
+             double kept) {
+  if (law.point >= 0) return law.point;
+  int64_t* masses = w.residual_masses + law.request * w.blocks;
+  int64_t total = residual_masses(p, w, law, q, kept, masses);
+  if (total == 0) {
+    q = nullptr;
+    total = residual_masses(p, w, law, q, kept, masses);
+  }
+  uint32_t random[4];
+  const Words all = words(p, law, p.stream, broadcast(0u));
+  for (int i = 0; i < 4; ++i)
+    random[i] = static_cast<uint32_t>(float_to_bits(first(as_floats(all.x[i]))));
+  const int64_t block = place(masses, total, uniform(random[0], random[1]));
+  int64_t weights[kBlock];
+  if (q && q->law) {
+    total = residual_weights(p, law, *q->law, kept, block, weights);
+  } else {
+    weights_of(p, law, block, weights);
+    total = law.blocks[block].weight;
+    if (q && q->token / kBlock == block) {
+      int64_t& rejected = weights[q->token % kBlock];
+      total -= rejected;
+      rejected = 0;
+    }
+  }
+  return block * kBlock + place(weights, total, uniform(random[2], random[3]));
+}
+
+// Decisions.
+
+double accept_uniform(const VerifyParams& p, const Law& law) {
+  uint32_t first_two[2];
+  const Words all = words(p, law, Purpose::accept, broadcast(0u));
+  for (int i = 0; i < 2; ++i) first_two[i] = float_to_bits(first(as_floats(all.x[i])));
+  return uniform(first_two[0], first_two[1]);
+}
+
+int64_t winner_of(const VerifyWorkspace& w, const Law& law) {
+  if (law.point >= 0) return law.point;
+  float best = -1;
+  int64_t token = 0;
+  for (int64_t block = 0; block < w.blocks; ++block) {
+    const float score = law.blocks[block].best * law.blocks[block].scale;
+    if (!(score > best)) continue;
+    best = score;
+    token = block * kBlock + law.blocks[block].winner;
+  }
+  return token;
+}
+
+void finish(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t accepted,
+            int64_t token) {
+  int64_t* to = p.token_ids + b * (p.drafts + 1);
+  for (int64_t i = 0; i <= p.drafts; ++i)
+    to[i] = i < accepted ? draft_id(p, b, i) : i == accepted ? token : -1;
+  p.num_accepted[b] = static_cast<int32_t>(accepted);
+  p.status[b] = w.targets[first_row(p, b) + accepted].status;
+  w.progress[b].is_done = true;
+}
+
+// One step of Algorithm 2 of Sun et al.: whether the block up to row i is accepted, then draft i.
+void judge_block(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i,
+                 const Draft* draft) {
+  Progress& progress = w.progress[b];
+  const Law* rows = w.targets + first_row(p, b);
+  const double kept = progress.kept;
+  if (i > 0) {
+    double passing = kept;
+    if (draft && kept < 1) {
+      const double left = residual_mass(p, w, rows[i], *draft, kept);
+      passing = left / (left + (1 - kept));
+    }
+    if (accept_uniform(p, rows[i - 1]) < passing) {
+      progress.accepted = i;
+      progress.kept_there = kept;
+    }
+  }
+  if (draft) {
+    const double ours = probability(p, rows[i], draft->token), theirs = probability(p, *draft);
+    const double ratio = kept * ours / theirs;
+    progress.kept = theirs > 0 ? (ratio < 1 ? ratio : 1) : kept * ours > 0;
+    return;
+  }
+  const int64_t accepted = progress.accepted;
+  const Law& law = rows[accepted];
+  if (accepted == i) return finish(p, w, b, i, draw(p, w, law, nullptr, 1));
+  const Draft rejected = draft_of(p, w, b, accepted);
+  finish(p, w, b, accepted, draw(p, w, law, &rejected, progress.kept_there));
+}
+
+void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i) {
+  Law& law = w.targets[first_row(p, b) + i];
+  settle(p, w, law);
+  Draft given{};
+  const Draft* draft = nullptr;  // if it can be judged
+  if (i < given_drafts(p, b) && is_token(p, draft_id(p, b, i))) {
+    given = draft_of(p, w, b, i);
+    if (given.law) settle(p, w, *given.law);
+    if (law.status == 0 && !(given.law && given.law->status != 0)) draft = &given;
+  }
+  switch (p.method) {
+    case Method::standard:
+      if (draft &&
+          accept_uniform(p, law) * probability(p, *draft) < probability(p, law, draft->token))
+        return;
+      return finish(p, w, b, i, draw(p, w, law, draft, 1));
+    case Method::block:
+      return judge_block(p, w, b, i, draft);
+    case Method::coupled: {
+      const int64_t winner = winner_of(w, law);
+      if (draft && draft->token == winner) return;
+      return finish(p, w, b, i, winner);
+    }
+    case Method::synthetic:
+      if (draft && accept_uniform(p, law) < p.synthetic_rates[i]) return;
+      return finish(p, w, b, i, draw(p, w, law, draft, 1));
+  }
+}
+
+void judge(const VerifyParams& p, const VerifyWorkspace& w, int64_t i, int64_t begin, int64_t end) {
+  for (int64_t k = begin; k < end; ++k) judge_request(p, w, w.active[k], i);
+}
+
+// Planning.
+
+int64_t bytes_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+Law law_of(const VerifyParams& p, int64_t b, int64_t i) {
+  Law law{};
+  law.request = b;
+  law.index = i;
+  law.is_greedy = p.temperature[b] < kGreedyBelow;
+  law.scale = law.is_greedy ? 1 : kLog2E / p.temperature[b];
+  return law;
+}
+
+Law target_of(const VerifyParams& p, int64_t b, int64_t i) {
+  Law law = law_of(p, b, i);
+  law.dtype = p.logits_dtype;
+  law.logits = static_cast<const char*>(p.logits) +
+               (first_row(p, b) + i) * p.logits_stride * bytes_of(law.dtype);
+  law.is_penalised = is_penalised(p, b);
+  law.is_edited = law.is_penalised || p.biases > 0 || p.allowed_mask;
+  law.need = law.is_greedy                 ? Need::nothing
+             : p.method == Method::coupled ? Need::race
+                                           : Need::weights;
+  return law;
+}
+
+Law draft_law_of(const VerifyParams& p, int64_t b, int64_t i) {
+  const int64_t row =
+      p.draft_rows.data ? at(p.draft_rows, b * p.draft_rows_stride + i) : b * p.drafts + i;
+  Law law = law_of(p, b, i);
+  law.dtype = p.draft_logits_dtype;
+  law.logits =
+      static_cast<const char*>(p.draft_logits) + row * p.draft_logits_stride * bytes_of(law.dtype);
+  law.is_probs = p.draft_kind == DraftKind::probs;
+  law.is_greedy = law.is_greedy && !law.is_probs;
+  // Coupled drafts are judged without their law.
+  law.need =
+      law.is_greedy || law.is_probs || p.method == Method::coupled ? Need::nothing : Need::weights;
+  return law;
+}
+
+void plan(const VerifyParams& p, VerifyWorkspace& w, int64_t i) {
+  if (i == 0) {
+    w.num_active = p.requests;
+    for (int64_t b = 0; b < p.requests; ++b) {
+      w.active[b] = b;
+      w.progress[b] = {false, 0, 1, 1};
+    }
+  }
+  int64_t num_active = 0;
+  w.num_laws = 0;
+  for (int64_t k = 0; k < w.num_active; ++k) {
+    const int64_t b = w.active[k];
+    if (w.progress[b].is_done) continue;
+    w.active[num_active++] = b;
+    const bool has_cuts = cuts_of(p, b).any();
+    const auto add = [&](Law& law, Block* blocks, bool is_filtered) {
+      law.blocks = blocks;
+      if (is_filtered && law.need != Need::nothing)
+        law.chunks = w.chunk_maxima + w.num_laws * w.chunks;
+      w.laws[w.num_laws++] = &law;
+    };
+    const int64_t row = first_row(p, b) + i;
+    w.targets[row] = target_of(p, b, i);
+    add(w.targets[row], w.target_blocks + row * w.blocks, has_cuts);
+    if (i == given_drafts(p, b) || !is_token(p, draft_id(p, b, i))) continue;
+    if (Law* law = draft_of(p, w, b, i).law) {
+      *law = draft_law_of(p, b, i);
+      add(*law, w.draft_blocks + (b * p.drafts + i) * w.blocks,
+          has_cuts && p.draft_kind == DraftKind::filtered_logits);
+    }
+  }
+  w.num_active = num_active;
+}
+
+// For the tests.
+
+void philox_of(uint64_t seed, uint64_t position, uint32_t purpose, uint32_t lane, uint32_t* to) {
+  const Words all = philox(seed, position, purpose, broadcast(lane));
+  for (int i = 0; i < 4; ++i) to[i] = float_to_bits(first(as_floats(all.x[i])));
+}
+
+template <typename F>
+void map(const uint32_t* from, int64_t n, uint32_t* to, F f) {
+  uint32_t lanes[Vec::kLanes];
+  for (int64_t i = 0; i < n; ++i) {
+    store(lanes, bits_of(f(broadcast(from[i]))));
+    to[i] = lanes[0];
+  }
+}
+
+void exp2_of(const uint32_t* from, int64_t n, uint32_t* to) {
+  map(from, n, to, [](Ints x) { return exp2<0>(as_floats(x)); });
+}
+void log_of(const uint32_t* from, int64_t n, uint32_t* to) {
+  map(from, n, to, [](Ints x) { return log(as_floats(x)); });
+}
+void exponential_of(const uint32_t* from, int64_t n, uint32_t* to) {
+  map(from, n, to, exponential);
+}
+
+}  // namespace
+
+#define MTP_JOIN(a, b) a##b
+#define MTP_NAME(isa) MTP_JOIN(verify_cpu_, isa)
+const VerifyCpuKernels MTP_NAME(MTP_ISA) = {plan,    scan,   judge,         philox_of,
+                                            exp2_of, log_of, exponential_of};
+
+}  // namespace mtp
