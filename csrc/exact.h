@@ -19,22 +19,38 @@ constexpr float kLn2Low = -0.00021219444170128554f;
 constexpr float kSqrt2 = 1.4142135381698608f;
 constexpr float kLowestExponent = -64.0f;
 
-template <int kCount>
-inline Vec polynomial(const float (&coefficients)[kCount], float unit, Vec x) {
-  Vec total = broadcast(coefficients[kCount - 1] * unit);
-  for (int i = kCount - 2; i >= 0; --i) total = total * x + broadcast(coefficients[i] * unit);
-  return total;
+// Functions of several vectors go through them step by step: the steps of one depend on each other,
+// and the processor does not look far enough ahead to find the next vector's.
+
+template <int kCoefficients, int kCount>
+inline void polynomial(const float (&coefficients)[kCoefficients], float unit,
+                       const Vec (&x)[kCount], Vec (&total)[kCount]) {
+  for (Vec& t : total) t = broadcast(coefficients[kCoefficients - 1] * unit);
+  for (int i = kCoefficients - 2; i >= 0; --i) {
+    for (int j = 0; j < kCount; ++j) total[j] = total[j] * x[j];
+    for (Vec& t : total) t = t + broadcast(coefficients[i] * unit);
+  }
 }
 
-// 2^(y + kScale) for y <= 0; below 2^-64 it is held there. The unit multiplies every term by a
+// y = 2^(y + kScale) for y <= 0; below 2^-64 it is held there. The unit multiplies every term by a
 // power of two, which changes no rounding.
+template <int kScale, int kCount>
+inline void exp2(Vec (&y)[kCount]) {
+  constexpr float unit = static_cast<float>(int64_t{1} << kScale);
+  Vec n[kCount], total[kCount];
+  for (Vec& v : y) v = max(v, broadcast(kLowestExponent));
+  for (int j = 0; j < kCount; ++j) n[j] = floor(y[j] + broadcast(0.5f));
+  for (int j = 0; j < kCount; ++j) y[j] = y[j] - n[j];
+  polynomial(kExp2, unit, y, total);
+  for (int j = 0; j < kCount; ++j) y[j] = broadcast(unit) + y[j] * total[j];
+  for (int j = 0; j < kCount; ++j) y[j] = times_exp2(y[j], n[j]);
+}
+
 template <int kScale>
 inline Vec exp2(Vec y) {
-  constexpr float unit = static_cast<float>(int64_t{1} << kScale);
-  y = max(y, broadcast(kLowestExponent));
-  const Vec n = floor(y + broadcast(0.5f));
-  const Vec r = y - n;
-  return times_exp2(broadcast(unit) + r * polynomial(kExp2, unit, r), n);
+  Vec one[] = {y};
+  exp2<kScale>(one);
+  return one[0];
 }
 
 // Natural logarithm of a normal number > 0.
@@ -45,7 +61,10 @@ inline Vec log(Vec x) {
   const Vec exponent = to_floats((bits >> 23) - broadcast(127u)) + where(large, broadcast(1.0f));
   const Vec s = where(large, mantissa * broadcast(0.5f), mantissa) - broadcast(1.0f);
   const Vec square = s * s;
-  const Vec tail = (s * square) * polynomial(kLog, 1.0f, s) - broadcast(0.5f) * square;
+  const Vec argument[] = {s};
+  Vec q[1];
+  polynomial(kLog, 1.0f, argument, q);
+  const Vec tail = (s * square) * q[0] - broadcast(0.5f) * square;
   return (s + (tail + exponent * broadcast(kLn2Low))) + exponent * broadcast(kLn2High);
 }
 
@@ -59,29 +78,38 @@ inline Vec exponential(Ints word) {
   return zero() - (log(where(lower, rest, u)) + lost);
 }
 
-// x[i]: word i of each lane.
+// Philox4x32-10, one counter per lane: the low words of the results. High words hold waste, which
+// the products do not look at.
 struct Words {
-  Ints x[4];
+  Longs x[4];
 };
 
-// Philox4x32-10.
-inline Words philox(uint64_t seed, uint64_t position, uint32_t purpose, Ints lane) {
-  Ints c0 = lane, c1 = broadcast(purpose);
-  Ints c2 = broadcast(static_cast<uint32_t>(position));
-  Ints c3 = broadcast(static_cast<uint32_t>(position >> 32));
+inline Words philox(uint64_t seed, uint64_t position, uint32_t purpose, Longs lane) {
+  Longs c0 = lane, c1 = broadcast_longs(purpose);
+  Longs c2 = broadcast_longs(static_cast<int64_t>(position));
+  Longs c3 = high_words(c2);
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    Ints a_high, a_low, b_high, b_low;
-    multiply(c0, 0xD2511F53u, a_high, a_low);
-    multiply(c2, 0xCD9E8D57u, b_high, b_low);
-    c0 = b_high ^ c1 ^ broadcast(key0);
-    c1 = b_low;
-    c2 = a_high ^ c3 ^ broadcast(key1);
-    c3 = a_low;
+    const Longs a = multiply(c0, broadcast_longs(0xD2511F53));
+    const Longs b = multiply(c2, broadcast_longs(0xCD9E8D57));
+    c0 = high_words(b) ^ c1 ^ broadcast_longs(key0);
+    c1 = b;
+    c2 = high_words(a) ^ c3 ^ broadcast_longs(key1);
+    c3 = a;
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }
   return {{c0, c1, c2, c3}};
+}
+
+inline void philox(uint64_t seed, uint64_t position, uint32_t purpose, uint32_t lane,
+                   uint32_t (&words)[4]) {
+  const Words all = philox(seed, position, purpose, broadcast_longs(lane));
+  for (int i = 0; i < 4; ++i) {
+    int64_t lanes[Vec::kLanes];
+    store(lanes, all.x[i]);
+    words[i] = static_cast<uint32_t>(lanes[0]);
+  }
 }
 
 // A float64 in [0, 1), a multiple of 2^-53.

@@ -101,6 +101,7 @@ inline void load_pairs(const Bf16* x, Vec& first, Vec& second) {
 inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Vec floor(Vec x) { return {_mm512_floor_ps(x.v)}; }
 // x 2^n for whole n, where both are normal numbers.
 inline Vec times_exp2(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
@@ -110,7 +111,12 @@ struct Ints {
 };
 inline Ints broadcast(uint32_t x) { return {_mm512_set1_epi32(static_cast<int32_t>(x))}; }
 inline Ints load(const uint32_t* x) { return {_mm512_loadu_si512(x)}; }
-inline void store(uint32_t* to, Ints x) { _mm512_storeu_si512(to, x.v); }
+// Integers are stored for scalar code, which Zen 4 does not forward from a 64-byte store.
+inline void store_halves(void* to, __m512i x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(to), _mm512_castsi512_si256(x));
+  _mm256_storeu_si256(static_cast<__m256i*>(to) + 1, _mm512_extracti64x4_epi64(x, 1));
+}
+inline void store(uint32_t* to, Ints x) { store_halves(to, x.v); }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline Ints operator-(Ints a, Ints b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline Ints operator^(Ints a, Ints b) { return {_mm512_xor_si512(a.v, b.v)}; }
@@ -123,25 +129,7 @@ inline Ints signs(Ints a) { return {_mm512_srai_epi32(a.v, 31)}; }  // 0 or ~0
 inline Ints bits_of(Vec x) { return {_mm512_castps_si512(x.v)}; }
 inline Vec as_floats(Ints x) { return {_mm512_castsi512_ps(x.v)}; }
 inline Vec to_floats(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }  // of signed integers
-// The 64 bits of a m.
-inline void multiply(Ints a, uint32_t m, Ints& high, Ints& low) {
-  const __m512i factor = _mm512_set1_epi32(static_cast<int32_t>(m));
-  const __m512i even = _mm512_mul_epu32(a.v, factor);
-  const __m512i odd = _mm512_mul_epu32(_mm512_srli_epi64(a.v, 32), factor);
-  high.v = _mm512_mask_mov_epi32(_mm512_srli_epi64(even, 32), 0xaaaa, odd);
-  low.v = _mm512_mask_mov_epi32(even, 0xaaaa, _mm512_slli_epi64(odd, 32));
-}
-// In each group of four lanes: lane j of x[k] becomes lane k of x[j].
-inline void transpose(Ints (&x)[4]) {
-  const __m512i a = _mm512_unpacklo_epi32(x[0].v, x[1].v);
-  const __m512i b = _mm512_unpackhi_epi32(x[0].v, x[1].v);
-  const __m512i c = _mm512_unpacklo_epi32(x[2].v, x[3].v);
-  const __m512i d = _mm512_unpackhi_epi32(x[2].v, x[3].v);
-  x[0].v = _mm512_unpacklo_epi64(a, c);
-  x[1].v = _mm512_unpackhi_epi64(a, c);
-  x[2].v = _mm512_unpacklo_epi64(b, d);
-  x[3].v = _mm512_unpackhi_epi64(b, d);
-}
+inline Ints to_ints(Vec x) { return {_mm512_cvttps_epi32(x.v)}; }   // rounded towards zero
 
 struct Mask {
   __mmask16 v;
@@ -149,6 +137,7 @@ struct Mask {
 inline Mask operator>(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ)}; }
 inline Mask operator>=(Vec a, Vec b) { return {_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ)}; }
 inline Mask operator<=(Ints a, Ints b) { return {_mm512_cmple_epu32_mask(a.v, b.v)}; }  // unsigned
+inline Mask operator&(Mask a, Mask b) { return {_kand_mask16(a.v, b.v)}; }
 inline bool any(Mask m) { return m.v != 0; }
 inline Vec where(Mask m, Vec a) { return {_mm512_maskz_mov_ps(m.v, a.v)}; }
 inline Ints where(Mask m, Ints a) { return {_mm512_maskz_mov_epi32(m.v, a.v)}; }
@@ -167,8 +156,34 @@ inline Longs operator+(Longs a, Longs b) {
 }
 inline int64_t sum(Longs x) { return _mm512_reduce_add_epi64(_mm512_add_epi64(x.v[0], x.v[1])); }
 inline void store(int64_t* to, Longs x) {
-  _mm512_storeu_si512(to, x.v[0]);
-  _mm512_storeu_si512(to + 8, x.v[1]);
+  store_halves(to, x.v[0]);
+  store_halves(to + 8, x.v[1]);
+}
+inline Longs broadcast_longs(int64_t x) { return {_mm512_set1_epi64(x), _mm512_set1_epi64(x)}; }
+inline Longs operator^(Longs a, Longs b) {
+  return {_mm512_xor_si512(a.v[0], b.v[0]), _mm512_xor_si512(a.v[1], b.v[1])};
+}
+inline Longs high_words(Longs x) {
+  return {_mm512_srli_epi64(x.v[0], 32), _mm512_srli_epi64(x.v[1], 32)};
+}
+// Products of the low words.
+inline Longs multiply(Longs a, Longs b) {
+  return {_mm512_mul_epu32(a.v[0], b.v[0]), _mm512_mul_epu32(a.v[1], b.v[1])};
+}
+// Lane i of the concatenated results: the low word of x[i % 4] in the lane whose number in `order`
+// is i / 4.
+inline Longs order() {
+  return {_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), _mm512_set_epi64(15, 11, 14, 10, 13, 9, 12, 8)};
+}
+inline void interleave(const Longs (&x)[4], Ints (&to)[4]) {
+  for (int i = 0; i < 2; ++i) {
+    const auto pair = [&](int j) {
+      const __m512i second = _mm512_slli_epi64(x[j + 1].v[i], 32);
+      return _mm512_mask_mov_epi32(x[j].v[i], 0xaaaa, second);
+    };
+    to[2 * i].v = _mm512_unpacklo_epi64(pair(0), pair(2));
+    to[2 * i + 1].v = _mm512_unpackhi_epi64(pair(0), pair(2));
+  }
 }
 
 #elif defined(__AVX2__)
@@ -206,6 +221,7 @@ inline void load_pairs(const Bf16* x, Vec& first, Vec& second) {
 inline Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 inline Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 inline Vec floor(Vec x) { return {_mm256_floor_ps(x.v)}; }
 inline Vec times_exp2(Vec x, Vec n) {
   const __m256i exponent = _mm256_slli_epi32(_mm256_cvtps_epi32(n.v), 23);
@@ -234,23 +250,7 @@ inline Ints signs(Ints a) { return {_mm256_srai_epi32(a.v, 31)}; }
 inline Ints bits_of(Vec x) { return {_mm256_castps_si256(x.v)}; }
 inline Vec as_floats(Ints x) { return {_mm256_castsi256_ps(x.v)}; }
 inline Vec to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.v)}; }
-inline void multiply(Ints a, uint32_t m, Ints& high, Ints& low) {
-  const __m256i factor = _mm256_set1_epi32(static_cast<int32_t>(m));
-  const __m256i even = _mm256_mul_epu32(a.v, factor);
-  const __m256i odd = _mm256_mul_epu32(_mm256_srli_epi64(a.v, 32), factor);
-  high.v = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
-  low.v = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
-}
-inline void transpose(Ints (&x)[4]) {
-  const __m256i a = _mm256_unpacklo_epi32(x[0].v, x[1].v);
-  const __m256i b = _mm256_unpackhi_epi32(x[0].v, x[1].v);
-  const __m256i c = _mm256_unpacklo_epi32(x[2].v, x[3].v);
-  const __m256i d = _mm256_unpackhi_epi32(x[2].v, x[3].v);
-  x[0].v = _mm256_unpacklo_epi64(a, c);
-  x[1].v = _mm256_unpackhi_epi64(a, c);
-  x[2].v = _mm256_unpacklo_epi64(b, d);
-  x[3].v = _mm256_unpackhi_epi64(b, d);
-}
+inline Ints to_ints(Vec x) { return {_mm256_cvttps_epi32(x.v)}; }
 
 struct Mask {
   __m256i v;  // each lane 0 or ~0
@@ -264,6 +264,7 @@ inline Mask operator>=(Vec a, Vec b) {
 inline Mask operator<=(Ints a, Ints b) {
   return {_mm256_cmpeq_epi32(_mm256_min_epu32(a.v, b.v), a.v)};
 }
+inline Mask operator&(Mask a, Mask b) { return {_mm256_and_si256(a.v, b.v)}; }
 inline bool any(Mask m) { return !_mm256_testz_si256(m.v, m.v); }
 inline Ints where(Mask m, Ints a) { return {_mm256_and_si256(m.v, a.v)}; }
 inline Vec where(Mask m, Vec a) { return as_floats(where(m, bits_of(a))); }
@@ -290,6 +291,27 @@ inline Longs operator+(Longs a, Longs b) {
 inline void store(int64_t* to, Longs x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x.v[0]);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4), x.v[1]);
+}
+inline Longs broadcast_longs(int64_t x) { return {_mm256_set1_epi64x(x), _mm256_set1_epi64x(x)}; }
+inline Longs operator^(Longs a, Longs b) {
+  return {_mm256_xor_si256(a.v[0], b.v[0]), _mm256_xor_si256(a.v[1], b.v[1])};
+}
+inline Longs high_words(Longs x) {
+  return {_mm256_srli_epi64(x.v[0], 32), _mm256_srli_epi64(x.v[1], 32)};
+}
+inline Longs multiply(Longs a, Longs b) {
+  return {_mm256_mul_epu32(a.v[0], b.v[0]), _mm256_mul_epu32(a.v[1], b.v[1])};
+}
+inline Longs order() { return {_mm256_set_epi64x(3, 1, 2, 0), _mm256_set_epi64x(7, 5, 6, 4)}; }
+inline void interleave(const Longs (&x)[4], Ints (&to)[4]) {
+  for (int i = 0; i < 2; ++i) {
+    const auto pair = [&](int j) {
+      const __m256i second = _mm256_slli_epi64(x[j + 1].v[i], 32);
+      return _mm256_blend_epi32(x[j].v[i], second, 0xaa);
+    };
+    to[2 * i].v = _mm256_unpacklo_epi64(pair(0), pair(2));
+    to[2 * i + 1].v = _mm256_unpackhi_epi64(pair(0), pair(2));
+  }
 }
 inline int64_t sum(Longs x) {
   int64_t lanes[Vec::kLanes];
@@ -349,6 +371,9 @@ inline Vec operator/(Vec a, Vec b) {
 inline Vec max(Vec a, Vec b) {
   return each_lane<Vec>([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
 }
+inline Vec min(Vec a, Vec b) {
+  return each_lane<Vec>([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
 // Of numbers below 2^31, which is where floorf would be a call per lane.
 inline Vec floor(Vec x) {
   return each_lane<Vec>([&](int i) {
@@ -403,21 +428,9 @@ inline Vec as_floats(Ints x) {
 inline Vec to_floats(Ints x) {
   return each_lane<Vec>([&](int i) { return static_cast<float>(static_cast<int32_t>(x.v[i])); });
 }
-inline void multiply(Ints a, uint32_t m, Ints& high, Ints& low) {
-  for (int i = 0; i < Vec::kLanes; ++i) {
-    const uint64_t product = static_cast<uint64_t>(a.v[i]) * m;
-    high.v[i] = static_cast<uint32_t>(product >> 32);
-    low.v[i] = static_cast<uint32_t>(product);
-  }
-}
-inline void transpose(Ints (&x)[4]) {
-  for (int group = 0; group < Vec::kLanes; group += 4)
-    for (int j = 0; j < 4; ++j)
-      for (int k = 0; k < j; ++k) {
-        const uint32_t swapped = x[j].v[group + k];
-        x[j].v[group + k] = x[k].v[group + j];
-        x[k].v[group + j] = swapped;
-      }
+inline Ints to_ints(Vec x) {
+  return each_lane<Ints>(
+      [&](int i) { return static_cast<uint32_t>(static_cast<int32_t>(x.v[i])); });
 }
 
 struct Mask {
@@ -431,6 +444,9 @@ inline Mask operator>=(Vec a, Vec b) {
 }
 inline Mask operator<=(Ints a, Ints b) {
   return each_lane<Mask>([&](int i) { return a.v[i] <= b.v[i]; });
+}
+inline Mask operator&(Mask a, Mask b) {
+  return each_lane<Mask>([&](int i) { return a.v[i] && b.v[i]; });
 }
 inline bool any(Mask m) {
   bool found = false;
@@ -456,6 +472,28 @@ inline Longs operator+(Longs a, Longs b) {
 }
 inline void store(int64_t* to, Longs x) {
   for (int i = 0; i < Vec::kLanes; ++i) to[i] = x.v[i];
+}
+inline Longs broadcast_longs(int64_t x) {
+  return each_lane<Longs>([&](int) { return x; });
+}
+inline Longs operator^(Longs a, Longs b) {
+  return each_lane<Longs>([&](int i) { return a.v[i] ^ b.v[i]; });
+}
+inline Longs high_words(Longs x) {
+  return each_lane<Longs>([&](int i) { return x.v[i] >> 32 & 0xffffffff; });
+}
+inline Longs multiply(Longs a, Longs b) {
+  return each_lane<Longs>([&](int i) {
+    const uint64_t first = static_cast<uint32_t>(a.v[i]), second = static_cast<uint32_t>(b.v[i]);
+    return static_cast<int64_t>(first * second);
+  });
+}
+inline Longs order() {
+  return each_lane<Longs>([&](int i) { return i; });
+}
+inline void interleave(const Longs (&x)[4], Ints (&to)[4]) {
+  for (int i = 0; i < 4 * Vec::kLanes; ++i)
+    to[i / Vec::kLanes].v[i % Vec::kLanes] = static_cast<uint32_t>(x[i % 4].v[i / 4]);
 }
 inline int64_t sum(Longs x) {
   int64_t total = 0;

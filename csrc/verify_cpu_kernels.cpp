@@ -52,6 +52,18 @@ Cuts cuts_of(const VerifyParams& p, int64_t b) {
   return {top_k < p.vocab ? top_k : 0, p.top_p ? p.top_p[b] : 1, p.min_p ? p.min_p[b] : 0};
 }
 
+float first(Vec x) {
+  float lanes[Vec::kLanes];
+  store(lanes, x);
+  return lanes[0];
+}
+
+uint32_t first(Ints x) {
+  uint32_t lanes[Vec::kLanes];
+  store(lanes, x);
+  return lanes[0];
+}
+
 // Bias, penalties and mask.
 
 bool is_penalised(const VerifyParams& p, int64_t b) {
@@ -229,12 +241,17 @@ const float* chunks_of(const Law& law, int64_t block) {
   return law.chunks ? law.chunks + block * (kBlock / kChunk) : nullptr;
 }
 
-Words words(const VerifyParams& p, const Law& law, Purpose purpose, Ints lane) {
-  const int64_t row = first_row(p, law.request) + law.index;
-  const uint64_t position = static_cast<uint64_t>(at(p.positions, row)) + 1;
-  return philox(static_cast<uint64_t>(p.seeds[law.request]), position,
-                static_cast<uint32_t>(purpose), lane);
+uint64_t seed_of(const VerifyParams& p, const Law& law) {
+  return static_cast<uint64_t>(p.seeds[law.request]);
 }
+
+// Of the token that the row decides.
+uint64_t position_of(const VerifyParams& p, const Law& law) {
+  return static_cast<uint64_t>(at(p.positions, first_row(p, law.request) + law.index)) + 1;
+}
+
+// Vectors that are computed together (csrc/exact.h).
+constexpr int kTogether = 4;
 
 // Fills in the block's weight: the sum over the lanes from `cut` up.
 template <typename T>
@@ -242,12 +259,19 @@ void weigh(const T* x, int64_t n, const float* chunks, const Law& law, float cut
   const Vec highest = broadcast(block.highest), scale = broadcast(law.scale);
   Longs total = truncated(zero());
   spans(chunks, cut, n, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += Vec::kLanes) {
-      // Memory is read ahead while this block is computed.
-      if (!chunks) __builtin_prefetch(x + i + kBlock);
-      const Vec value = lanes_at(x, i, n);
-      const Vec weights = exp2<kOne>((value - highest) * scale);
-      total = total + truncated(chunks ? where(value >= broadcast(cut), weights) : weights);
+    for (int64_t i = begin; i < end; i += kTogether * Vec::kLanes) {
+      Vec values[kTogether], weights[kTogether];
+      for (int k = 0; k < kTogether; ++k) {
+        // Memory is read ahead while this block is computed.
+        if (!chunks) __builtin_prefetch(x + i + k * Vec::kLanes + kBlock);
+        values[k] = lanes_at(x, i + k * Vec::kLanes, n);
+        weights[k] = (values[k] - highest) * scale;
+      }
+      exp2<kOne>(weights);
+      for (int k = 0; k < kTogether; ++k) {
+        if (chunks) weights[k] = where(values[k] >= broadcast(cut), weights[k]);
+        total = total + truncated(weights[k]);
+      }
     }
   });
   block.weight = sum(total);
@@ -257,32 +281,32 @@ void weigh(const T* x, int64_t n, const float* chunks, const Law& law, float cut
 template <typename T>
 void race(const VerifyParams& p, const T* x, int64_t first_lane, int64_t n, const float* chunks,
           const Law& law, float cut, Block& block) {
-  // Four lanes share a counter. In this order the transposed words are in the order of the lanes.
-  constexpr int kGroups = Vec::kLanes / 4;
-  uint32_t order[Vec::kLanes];
-  for (int m = 0; m < kGroups; ++m)
-    for (int k = 0; k < 4; ++k) order[4 * m + k] = kGroups * k + m;
-  const Ints counters = load(order);
+  const uint64_t seed = seed_of(p, law), position = position_of(p, law);
   const Vec highest = broadcast(block.highest), scale = broadcast(law.scale);
-  // A lane's score is its fraction over an exponential variate, which is above the uniform one that
-  // it is made from; most lanes need no logarithm to lose. The slack is for rounding.
-  const Vec slack = broadcast(1 + 0x1p-16f);
   float best = 0;
   int64_t winner = 0;
   spans(chunks, cut, n, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i += 4 * Vec::kLanes) {
-      const uint32_t counter = static_cast<uint32_t>((first_lane + i) / 4);
-      Words random = words(p, law, p.stream, broadcast(counter) + counters);
-      transpose(random.x);
+      const Longs counters = broadcast_longs((first_lane + i) / 4) + order();
+      const Words random = philox(seed, position, static_cast<uint32_t>(p.stream), counters);
+      Ints words[4];
+      interleave(random.x, words);
+      Vec values[4], fractions[4];
       for (int k = 0; k < 4; ++k) {
-        const Ints word = random.x[k];
-        const Vec to_beat = to_floats(word >> 1) * broadcast(0x1p-31f) * broadcast(best);
-        if (!any(slack > to_beat)) continue;
-        const Vec value = lanes_at(x, i + k * Vec::kLanes, n);
-        const Vec fractions = where(value >= broadcast(cut), exp2<0>((value - highest) * scale));
-        if (!any(fractions * slack > to_beat)) continue;
+        if (!chunks) __builtin_prefetch(x + i + k * Vec::kLanes + kBlock);
+        values[k] = lanes_at(x, i + k * Vec::kLanes, n);
+        fractions[k] = (values[k] - highest) * scale;
+      }
+      exp2<0>(fractions);
+      for (int k = 0; k < 4; ++k) {
+        fractions[k] = where(values[k] >= broadcast(cut), fractions[k]);
+        // A score is a fraction over an exponential variate, which is above the uniform one that it
+        // is made from: most lanes lose without a logarithm. The slack is for rounding.
+        const Vec uniforms = to_floats(words[k] >> 1) * broadcast(0x1p-31f);
+        const Vec slack = broadcast(1 + 0x1p-16f);
+        if (!any(fractions[k] * slack > uniforms * broadcast(best))) continue;
         float scores[Vec::kLanes];
-        store(scores, fractions / exponential(word));
+        store(scores, fractions[k] / exponential(words[k]));
         for (int j = 0; j < Vec::kLanes; ++j) {
           if (!(scores[j] > best)) continue;
           best = scores[j];
@@ -341,7 +365,8 @@ void scan(const VerifyParams& p, const VerifyWorkspace& w, int64_t begin, int64_
 
 // The filters.
 
-// Calls f(lanes) with vectors that hold every lane of at least `least`, among others.
+// Calls f(x, begin, end, n) with lanes x[begin:end] of x[:n], at most a chunk; every lane of at
+// least `least` is among them.
 struct RowLanes {
   const VerifyParams& p;
   const Law& law;
@@ -353,9 +378,8 @@ struct RowLanes {
       if (!(law.blocks[block].highest >= least)) continue;
       with_block(p, law, block, [&](const auto* x) {
         const int64_t n = lanes_of(p, block);
-        spans(chunks_of(law, block), least, n, [&](int64_t begin, int64_t end) {
-          for (int64_t i = begin; i < end; i += Vec::kLanes) f(lanes_at(x, i, n));
-        });
+        spans(chunks_of(law, block), least, n,
+              [&](int64_t begin, int64_t end) { f(x, begin, end, n); });
       });
     }
   }
@@ -367,7 +391,7 @@ struct ChunkMaxima {
 
   template <typename F>
   void each(float, F f) const {
-    for (int64_t i = 0; i < n; i += Vec::kLanes) f(lanes_at(chunks, i, n));
+    for (int64_t i = 0; i < n; i += kChunk) f(chunks, i, min(i + kChunk, n), n);
   }
 };
 
@@ -377,57 +401,110 @@ struct Limit {
   bool is_share;
 };
 
-// The lowest of the lanes from `floor` up, such that the lanes above it hold less than the limit;
-// `floor` if all of them do. A radix select over the floats' keys: no sort, no memory, at most
-// three passes, and the later ones only look at what is left.
+// Finds the cut of one filter: the lowest of the lanes from a floor up, such that the lanes above
+// it hold less than the limit. A radix select: lanes are added up in buckets, then those of the
+// bucket where the limit is reached in finer ones. No sort, no memory, few passes over the row, and
+// all but the first skip most lanes.
 template <typename Lanes>
-float select(const Lanes& lanes, const Law& law, float floor, Limit limit) {
-  constexpr int kBits = 11;
-  const Vec highest = broadcast(law.highest), scale = broadcast(law.scale);
-  int32_t high = ordered(Keys<float>::bits(law.highest + 0.0f));  // -0.0 equals 0.0
-  int32_t low = ordered(Keys<float>::bits(floor + 0.0f));
-  int64_t above = 0;
-  double target = limit.amount;
-  for (bool is_first = true;; is_first = false) {
-    int64_t masses[1 << kBits];
-    const uint32_t width = static_cast<uint32_t>(high) - static_cast<uint32_t>(low);
-    const int shift = width >> kBits ? 32 - kBits - __builtin_clz(width) : 0;
-    const int64_t buckets = (width >> shift) + 1;
-    for (int64_t i = 0; i < buckets; ++i) masses[i] = 0;
-    lanes.each(Keys<float>::value(low), [&](Vec value) {
-      const Ints bits = bits_of(value + zero());
-      const Ints key = bits ^ (signs(bits) >> 1);
-      const Ints depth = broadcast(static_cast<uint32_t>(high)) - key;
-      const Mask inside = depth <= broadcast(width);
-      if (!any(inside)) return;
-      const Vec amount = limit.is_share ? exp2<kOne>((value - highest) * scale) : broadcast(1.0f);
-      uint32_t buckets_of[Vec::kLanes];
-      int64_t amounts[Vec::kLanes];
-      store(buckets_of, where(inside, depth) >> shift);
-      store(amounts, truncated(where(inside, amount)));
-      for (int i = 0; i < Vec::kLanes; ++i) masses[buckets_of[i]] += amounts[i];
-    });
-    if (is_first) {
-      int64_t total = 0;
-      for (int64_t i = 0; i < buckets; ++i) total += masses[i];
-      if (limit.is_share) target *= static_cast<double>(total);
-      if (static_cast<double>(total) < target) return floor;
-    }
-    int64_t bucket = 0;
-    while (static_cast<double>(above + masses[bucket]) < target) above += masses[bucket++];
-    high =
-        static_cast<int32_t>(static_cast<uint32_t>(high) - static_cast<uint32_t>(bucket << shift));
-    if (shift == 0) return Keys<float>::value(high);
-    const int32_t bucket_low = high - static_cast<int32_t>((int64_t{1} << shift) - 1);
-    if (bucket_low > low) low = bucket_low;
-  }
-}
+class Selection {
+ public:
+  Selection(const Lanes& lanes, const Law& law, Limit limit)
+      : lanes_(lanes), law_(law), limit_(limit) {}
 
-float first(Vec x) {
-  float lanes[Vec::kLanes];
-  store(lanes, x);
-  return lanes[0];
-}
+  // `floor` if all lanes above it hold less than the limit.
+  float from(float floor) {
+    // First equal steps of the weights' exponents, each of which holds few lanes at any
+    // temperature. The last one is all lanes of weight 0.
+    histogram(floor, law_.highest, kBuckets, [](Vec, Vec exponent) { return steps_of(exponent); });
+    int64_t total = 0;
+    for (int64_t mass : masses_) total += mass;
+    target_ = limit_.is_share ? limit_.amount * static_cast<double>(total) : limit_.amount;
+    if (static_cast<double>(total) < target_) return floor;
+    const uint32_t step = static_cast<uint32_t>(bucket_of_limit());
+
+    // Then the floats' keys, from the step's highest down.
+    const int32_t floor_key = key_of(floor);
+    int32_t high = highest_key_from(step, floor_key);
+    int32_t low = step + 1 < kBuckets ? highest_key_from(step + 1, floor_key - 1) + 1 : floor_key;
+    for (;;) {
+      const uint32_t width = static_cast<uint32_t>(high) - static_cast<uint32_t>(low);
+      const int shift = width >> kBits ? 32 - kBits - __builtin_clz(width) : 0;
+      histogram(Keys<float>::value(low), Keys<float>::value(high), (width >> shift) + 1,
+                [&](Vec value, Vec) {
+                  const Ints bits = bits_of(value + zero());
+                  const Ints key = bits ^ (signs(bits) >> 1);
+                  return (broadcast(static_cast<uint32_t>(high)) - key) >> shift;
+                });
+      high = static_cast<int32_t>(static_cast<uint32_t>(high) -
+                                  (static_cast<uint32_t>(bucket_of_limit()) << shift));
+      if (shift == 0) return Keys<float>::value(high);
+      const int32_t bucket_low = high - static_cast<int32_t>((1u << shift) - 1);
+      if (bucket_low > low) low = bucket_low;
+    }
+  }
+
+ private:
+  static constexpr int kBits = 11;
+  static constexpr uint32_t kBuckets = 1 << kBits;
+
+  static int32_t key_of(float x) { return ordered(Keys<float>::bits(x + 0.0f)); }  // -0.0 is 0.0
+
+  static Ints steps_of(Vec exponent) {
+    constexpr float kSteps = static_cast<float>(kBuckets - 1) / (kOne + 1);
+    return to_ints(min(exponent * broadcast(-kSteps), broadcast(static_cast<float>(kBuckets - 1))));
+  }
+
+  // The highest key whose step is not before this one; `low` if there is none above it.
+  int32_t highest_key_from(uint32_t step, int32_t low) const {
+    int64_t begin = low, end = key_of(law_.highest);
+    while (begin < end) {
+      const int64_t middle = begin + (end - begin + 1) / 2;
+      const float value = Keys<float>::value(static_cast<int32_t>(middle));
+      if (first(steps_of(broadcast((value - law_.highest) * law_.scale))) >= step)
+        begin = middle;
+      else
+        end = middle - 1;
+    }
+    return static_cast<int32_t>(begin);
+  }
+
+  // Adds up the lanes from `least` to `most` in buckets_of(lanes, exponents of their weights).
+  template <typename BucketsOf>
+  void histogram(float least, float most, uint32_t buckets, BucketsOf buckets_of) {
+    for (uint32_t i = 0; i < buckets; ++i) masses_[i] = 0;
+    const Vec highest = broadcast(law_.highest), scale = broadcast(law_.scale);
+    lanes_.each(least, [&](const auto* x, int64_t begin, int64_t end, int64_t n) {
+      uint32_t to[kChunk];
+      int64_t amounts[kChunk];
+      int64_t count = 0;
+      for (int64_t i = begin; i < end; i += Vec::kLanes) {
+        const Vec value = lanes_at(x, i, n);
+        const Mask inside = (value >= broadcast(least)) & (broadcast(most) >= value);
+        if (!any(inside)) continue;
+        const Vec exponent = (value - highest) * scale;
+        const Vec amount = limit_.is_share ? exp2<kOne>(exponent) : broadcast(1.0f);
+        store(to + count, where(inside, buckets_of(value, exponent)));
+        store(amounts + count, truncated(where(inside, amount)));
+        count += Vec::kLanes;
+      }
+      for (int64_t i = 0; i < count; ++i) masses_[to[i]] += amounts[i];
+    });
+  }
+
+  // The first bucket with which those above no longer hold less than the limit.
+  int64_t bucket_of_limit() {
+    int64_t bucket = 0;
+    while (static_cast<double>(above_ + masses_[bucket]) < target_) above_ += masses_[bucket++];
+    return bucket;
+  }
+
+  const Lanes& lanes_;
+  const Law& law_;
+  const Limit limit_;
+  double target_ = 0;
+  int64_t above_ = 0;
+  int64_t masses_[kBuckets];
+};
 
 // The lowest logit that min_p, then top_k, then top_p keep.
 float cut_of(const VerifyParams& p, const VerifyWorkspace& w, const Law& law) {
@@ -442,10 +519,10 @@ float cut_of(const VerifyParams& p, const VerifyWorkspace& w, const Law& law) {
   if (cuts.top_k > 0) {
     const Limit limit{static_cast<double>(cuts.top_k), false};
     // Each chunk has a lane as high as its maximum, so k chunks have k lanes.
-    cut = select(ChunkMaxima{law.chunks, w.chunks}, law, cut, limit);
-    cut = select(row, law, cut, limit);
+    cut = Selection(ChunkMaxima{law.chunks, w.chunks}, law, limit).from(cut);
+    cut = Selection(row, law, limit).from(cut);
   }
-  if (cuts.top_p < 1) cut = select(row, law, cut, {static_cast<double>(cuts.top_p), true});
+  if (cuts.top_p < 1) cut = Selection(row, law, {static_cast<double>(cuts.top_p), true}).from(cut);
   return cut;
 }
 
@@ -656,9 +733,7 @@ int64_t draw(const VerifyParams& p, const VerifyWorkspace& w, const Law& law, co
     total = residual_masses(p, w, law, q, kept, masses);
   }
   uint32_t random[4];
-  const Words all = words(p, law, p.stream, broadcast(0u));
-  for (int i = 0; i < 4; ++i)
-    random[i] = static_cast<uint32_t>(float_to_bits(first(as_floats(all.x[i]))));
+  philox(seed_of(p, law), position_of(p, law), static_cast<uint32_t>(p.stream), 0, random);
   const int64_t block = place(masses, total, uniform(random[0], random[1]));
   int64_t weights[kBlock];
   if (q && q->law) {
@@ -678,10 +753,9 @@ int64_t draw(const VerifyParams& p, const VerifyWorkspace& w, const Law& law, co
 // Decisions.
 
 double accept_uniform(const VerifyParams& p, const Law& law) {
-  uint32_t first_two[2];
-  const Words all = words(p, law, Purpose::accept, broadcast(0u));
-  for (int i = 0; i < 2; ++i) first_two[i] = float_to_bits(first(as_floats(all.x[i])));
-  return uniform(first_two[0], first_two[1]);
+  uint32_t random[4];
+  philox(seed_of(p, law), position_of(p, law), static_cast<uint32_t>(Purpose::accept), 0, random);
+  return uniform(random[0], random[1]);
 }
 
 int64_t winner_of(const VerifyWorkspace& w, const Law& law) {
@@ -848,17 +922,14 @@ void plan(const VerifyParams& p, VerifyWorkspace& w, int64_t i) {
 // For the tests.
 
 void philox_of(uint64_t seed, uint64_t position, uint32_t purpose, uint32_t lane, uint32_t* to) {
-  const Words all = philox(seed, position, purpose, broadcast(lane));
-  for (int i = 0; i < 4; ++i) to[i] = float_to_bits(first(as_floats(all.x[i])));
+  uint32_t words[4];
+  philox(seed, position, purpose, lane, words);
+  for (int i = 0; i < 4; ++i) to[i] = words[i];
 }
 
 template <typename F>
 void map(const uint32_t* from, int64_t n, uint32_t* to, F f) {
-  uint32_t lanes[Vec::kLanes];
-  for (int64_t i = 0; i < n; ++i) {
-    store(lanes, bits_of(f(broadcast(from[i]))));
-    to[i] = lanes[0];
-  }
+  for (int64_t i = 0; i < n; ++i) to[i] = first(bits_of(f(broadcast(from[i]))));
 }
 
 void exp2_of(const uint32_t* from, int64_t n, uint32_t* to) {
