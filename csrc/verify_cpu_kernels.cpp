@@ -752,9 +752,12 @@ int64_t draw(const VerifyParams& p, const VerifyWorkspace& w, const Law& law, co
 
 // Decisions.
 
-double accept_uniform(const VerifyParams& p, const Law& law) {
+// The coin of request b's draft i. Coins are numbered within the round, known by its first row.
+double accept_uniform(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i) {
+  const Law& first = w.targets[first_row(p, b)];
   uint32_t random[4];
-  philox(seed_of(p, law), position_of(p, law), static_cast<uint32_t>(Purpose::accept), 0, random);
+  philox(seed_of(p, first), position_of(p, first), static_cast<uint32_t>(Purpose::accept),
+         static_cast<uint32_t>(i), random);
   return uniform(random[0], random[1]);
 }
 
@@ -793,7 +796,7 @@ void judge_block(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int
       const double left = residual_mass(p, w, rows[i], *draft, kept);
       passing = left / (left + (1 - kept));
     }
-    if (accept_uniform(p, rows[i - 1]) < passing) {
+    if (accept_uniform(p, w, b, i - 1) < passing) {
       progress.accepted = i;
       progress.kept_there = kept;
     }
@@ -824,7 +827,7 @@ void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, i
   switch (p.method) {
     case Method::standard:
       if (draft &&
-          accept_uniform(p, law) * probability(p, *draft) < probability(p, law, draft->token))
+          accept_uniform(p, w, b, i) * probability(p, *draft) < probability(p, law, draft->token))
         return;
       return finish(p, w, b, i, draw(p, w, law, draft, 1));
     case Method::block:
@@ -835,7 +838,7 @@ void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, i
       return finish(p, w, b, i, winner);
     }
     case Method::synthetic:
-      if (draft && accept_uniform(p, law) < p.synthetic_rates[i]) return;
+      if (draft && accept_uniform(p, w, b, i) < p.synthetic_rates[i]) return;
       return finish(p, w, b, i, draw(p, w, law, draft, 1));
   }
 }

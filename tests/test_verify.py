@@ -564,7 +564,7 @@ def restricted(inputs: dict[str, Any], requests: list[int]) -> dict[str, Any]:
     changed: dict[str, Any] = {"cu_rows": counts.cumsum(0)}
     num_drafts = inputs["draft_ids"].shape[1]
     if inputs.get("draft_logits") is not None and inputs.get("draft_rows") is None:
-        every = torch.arange(inputs["draft_ids"].numel()).view(-1, num_drafts)
+        every = torch.arange(inputs["draft_ids"].numel()).view(len(inputs["draft_ids"]), num_drafts)
         changed["draft_rows"] = every[index]
     for name, x in inputs.items():
         if name in ("logits", "positions", "allowed_mask"):
@@ -633,7 +633,10 @@ GARBAGE = {  # words of the message -> inputs; B = 4, K = 3, V = 320
     "cu_rows expected 1 to 4 rows per request, got 5 for request 0": lambda: changed(
         "cu_rows", ascending(0, 5, 6, 7, 8)
     ),
-    "rows of logits, got 16": lambda: changed("cu_rows", ascending(0, 4, 8, 12, 16)),
+    "cu_rows expected to end within the 5 rows of logits, got 6": lambda: (
+        changed("cu_rows", ascending(0, 1, 2, 3, 6))
+        | {"logits": torch.zeros(5, 320), "positions": torch.zeros(5).long()}
+    ),
     "positions expected dtype int32 or int64, got float32": lambda: changed(
         "positions", torch.zeros(plain_inputs()["logits"].shape[0])
     ),
