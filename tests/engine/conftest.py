@@ -16,8 +16,8 @@ from harness import (
     MAX_LEN,
     NUM_COUPLED,
     SPEC,
-    VARIANTS,
     start_worker,
+    variants,
 )
 from oracle import CHECKPOINT, EXAMPLE, plain_model
 from transformers import AutoTokenizer
@@ -116,11 +116,11 @@ def _run_all(tmp: Path, processes: dict[str, tuple]) -> dict[str, dict[str, dict
 def _coupled(encode, num_drafts: int, runner: str, **llm) -> dict:
     """Seeded texts, plain ones first and then every variant of the sampling parameters."""
     texts = ["Q: ", "def ", "import ", "return self."]
-    tokens = 16 if runner == "v1" else 6  # its kernels are interpreted, request by request
+    tokens = 16 if runner == "v1" else 5  # its kernels are interpreted, request by request
     prompts = [encode(text) for text in texts for _ in range(NUM_COUPLED // len(texts))]
     plain = {"temperature": 0.8, "max_tokens": tokens}
     sampling = [plain | {"seed": seed} for seed in range(NUM_COUPLED)]
-    for variant in VARIANTS.values():
+    for variant in variants(runner).values():
         prompts += [encode(text) for text in texts[:2]]
         sampling += [{"temperature": 0.8, "seed": 7, "max_tokens": 12} | variant] * 2
     if num_drafts == 2:  # another order, and so other neighbours
@@ -142,33 +142,40 @@ def _law(encode, runner: str, spec: dict | None, method: str = "vllm") -> dict:
 
 @pytest.fixture(scope="session")
 def sampled(encode, tmp_path_factory) -> dict[str, dict[str, dict]]:
-    """process -> run name -> result of `worker.py`, for `test_sampling.py`."""
+    """runner or "stock" -> run name -> result of `worker.py`, for `test_sampling.py`."""
     sampled_drafts = SPEC | {"draft_sample_method": "probabilistic"}
     block = sampled_drafts | {"rejection_sample_method": "block"}
 
-    def engines(runner: str) -> dict[str, dict]:
+    def coupled(runner: str) -> dict[str, dict]:
         processed = {"logprobs_mode": "processed_logprobs"}
         return {
             "K=0": _coupled(encode, 0, runner, max_num_seqs=128),
             "K=1": _coupled(encode, 1, runner, max_num_seqs=50, **processed),
             "K=2": _coupled(encode, 2, runner, max_num_seqs=128, **processed),
             "K=3": _coupled(encode, 3, runner, max_num_seqs=128),
+        }
+
+    def law(runner: str) -> dict[str, dict]:
+        return {
             "greedy drafts": _law(encode, runner, SPEC),
             "sampled drafts": _law(encode, runner, sampled_drafts),
             "block": _law(encode, runner, block),
         }
 
-    v1 = engines("v1") | {
+    more = {
         "no drafts": _law(encode, "v1", None, "coupled"),
         "coupled": _law(encode, "v1", sampled_drafts, "coupled"),
     }
     stock = {"greedy drafts": _law(encode, "v1", SPEC)}
     processes = {
-        "v1": ("v1", v1, {}),
-        "v2": ("v2", engines("v2"), {}),
+        "v1": ("v1", coupled("v1") | law("v1") | more, {}),
+        "v2": ("v2", coupled("v2"), {}),
+        "v2 law": ("v2", law("v2"), {}),
         "stock": ("v1", stock, {"MTP_KERNELS_DISABLE": "layers,verify"}),
     }
-    return _run_all(tmp_path_factory.mktemp("sampled"), processes)
+    results = _run_all(tmp_path_factory.mktemp("sampled"), processes)
+    results["v2"] |= results.pop("v2 law")
+    return results
 
 
 @pytest.fixture(scope="session")
