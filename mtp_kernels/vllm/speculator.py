@@ -47,7 +47,9 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         self._method = verify.method_of(self.speculative_config) if verify.is_active() else None
         if self.draft_logits is None or self.draft_watermarker is not None:
             self._method = None
-        if self._method is not None:
+        if self._method == "coupled":
+            self.draft_logits = None  # what drafts were sampled from makes no difference
+        elif self._method is not None:
             # One more row, which the requests that pad a graph, index -1, write to.
             rows, *shape = self.draft_logits.shape
             self.draft_logits = self.draft_logits.new_zeros(rows + 1, *shape)
@@ -191,12 +193,12 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         """
         state = self.idx_mapping[:num_reqs]
         logits = self.compute_draft_logits(scored, self.drafter.schedule[step])
-        logits = logits.to(self.draft_logits.dtype)
-        self.draft_logits[state, step] = logits
         sampling = Sampling(self.temperature[state], self.seeds[state])
         positions = first_positions + step
         if self._method == "coupled":
             return verification.sample(logits, positions, sampling, method="coupled")
+        logits = logits.to(self.draft_logits.dtype)  # the verifier must see the very same ones
+        self.draft_logits[state, step] = logits
         if self._method == "block":
             seeds = verification.round_seeds(sampling.seeds, first_positions)
             sampling = replace(sampling, seeds=seeds)

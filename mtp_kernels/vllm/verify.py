@@ -59,6 +59,11 @@ def log_active(runner: str, method: Method | None, why_stock: str = "") -> None:
         logger.info("mtp_kernels: %s runner verifies with the verify op, method %s", runner, method)
 
 
+@functools.cache
+def _log_coupled(runner: str) -> None:
+    logger.info("mtp_kernels: %s runner samples coupled, with and without drafts", runner)
+
+
 class StatusCounter:
     """Counts rounds that ended at a row of logits without a distribution, and says so.
 
@@ -117,7 +122,7 @@ def _attach_rounds(original: Callable[..., None]) -> Callable[..., None]:
             log_active("V1", method, _stated_method(self.speculative_config))
             samplers += [self.rejection_sampler] if method is not None else []
         if method == "coupled":
-            logger.info("mtp_kernels: V1 runner samples coupled, also without drafts")
+            _log_coupled("V1")
         if samplers:
             from mtp_kernels.vllm.verify_v1 import Rounds
 
@@ -298,6 +303,7 @@ def _sample_v2(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"mtp_kernels: {type(self).__name__} samples in rounds without drafts, not coupled"
             )
             return original(self, *args, **kwargs)
+        _log_coupled("V2")
         return verify_v2.sample(self, *args, **kwargs)
 
     return sample

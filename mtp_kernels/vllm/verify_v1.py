@@ -284,7 +284,7 @@ class Batch:
                 tokens += stops
         for request, words in self.metadata.bad_words_token_ids.items():
             drafts = self.metadata.spec_token_ids[request] if self.metadata.spec_token_ids else []
-            output = self.metadata.output_token_ids[request]
+            output = self.metadata.output_token_ids[request][-max(map(len, words)) :]
             for place in range(num_rows[request]):
                 past = output + drafts[:place]
                 for *before, last in words:
