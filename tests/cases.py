@@ -135,3 +135,177 @@ ENTRY_ROWS = [
     _row("fp32-odd", FP32, (7, 71, 37), "bias", "strided", hidden_first=True),
     _row("fp32-two-blocks", FP32, (18, 1100, 50), "embeds", gamma_offset=1),
 ]
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """One row of the verify table. features: what is switched on, for some of the requests."""
+
+    id: str
+    dtype: torch.dtype
+    requests: int
+    drafts: int
+    vocab: int
+    features: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def verify_inputs(row: VerifyRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.verify. Drafts are often the likeliest token."""
+    gen = torch.Generator().manual_seed(seed)
+    b, k, v = row.requests, row.drafts, row.vocab
+    has = row.features.__contains__
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=gen)
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=gen)
+
+    def some(share: float, values: Tensor, otherwise: float) -> Tensor:
+        """Values for a share of the requests."""
+        return torch.where(uniform(*values.shape) < share, values, otherwise)
+
+    rows = torch.where(uniform(b) < 0.5, k + 1, integers(1, k + 2, b))
+    cu_rows = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
+    num_rows = int(cu_rows[-1])
+    logits = torch.randn(num_rows, v, generator=gen) * (1 + 24 * uniform(num_rows, 1))
+    if has("ties"):
+        logits = logits.round()
+    if has("padded"):  # rows that belong to nobody
+        logits = torch.cat([logits, torch.full((2, v), torch.nan)])
+    likely = logits[:num_rows].argmax(-1)
+    draft_ids = integers(0, v, b, k)
+    for request in range(b):
+        start, count = int(cu_rows[request]), int(rows[request]) - 1
+        hit = uniform(count) < 0.9
+        best = likely[start : start + count]
+        draft_ids[request, :count] = torch.where(hit, best, draft_ids[request, :count])
+    if has("bad_drafts"):
+        bad = torch.tensor([-1, v, v + 1000, -(2**31)])[integers(0, 4, b, k)]
+        draft_ids = torch.where(uniform(b, k) < 0.15, bad, draft_ids)
+    if has("bad_rows"):
+        for value in (torch.nan, torch.inf, -torch.inf):
+            logits[integers(0, num_rows, 1), integers(0, v, 1)] = value
+        logits[integers(0, num_rows, 1)] = -torch.inf
+    logits = logits.to(row.dtype)
+    if has("strided"):
+        logits = strided_rows(logits)
+    temperature = 0.3 + 1.2 * uniform(b)
+    if has("greedy"):
+        temperature = some(0.5, temperature, 0.0)
+        temperature[: min(b, 1)] = 1e-6
+    if has("extreme"):
+        temperature = torch.where(uniform(b) < 0.5, 1e-4, 1e4)
+    ints = torch.int32 if has("int32") else torch.int64
+    inputs: dict[str, Any] = {
+        "logits": logits,
+        "draft_ids": draft_ids.to(ints),
+        "cu_rows": cu_rows.to(ints),
+        "positions": integers(0, 2**31 - 1, logits.shape[0]).to(ints),
+        "temperature": temperature,
+        "seeds": integers(-(2**62), 2**62, b),
+    }
+    if has("top_k"):
+        inputs["top_k"] = some(0.7, integers(0, min(v + 2, 60), b), 0).to(ints)
+    if has("top_p"):
+        inputs["top_p"] = some(0.7, uniform(b).clamp(min=1e-3), 1.0)
+    if has("min_p"):
+        inputs["min_p"] = some(0.7, uniform(b) ** 3, 0.0)
+        inputs["min_p"][b // 2 : b // 2 + 1] = 1.0
+    if has("draft_logits"):
+        kind = row.options.get("draft_kind", "logits")
+        count = b * k + 3 * has("draft_rows")
+        near = torch.randn(count, v, generator=gen) * 3
+        first = logits[:1].float().nan_to_num(0, 3, -3).clamp(-9, 9)
+        near = torch.where(uniform(count, 1) < 0.5, first + 0.3 * near, near)
+        if has("bad_rows") and count:
+            near[integers(0, count, 1), integers(0, v, 1)] = torch.nan
+        inputs["draft_logits"] = near.softmax(-1) if kind == "probs" else near
+        dtype = FP32 if has("draft_fp32") else row.dtype
+        inputs["draft_logits"] = inputs["draft_logits"].to(dtype)
+        if has("draft_rows"):
+            inputs["draft_rows"] = integers(-2, count + 2, b, k).to(ints)
+    words = (v + 31) // 32
+    if has("mask"):
+        mask = integers(-(2**31), 2**31, logits.shape[0], words)
+        mask[uniform(logits.shape[0]) < 0.5] = -1
+        mask[: 1 if has("bad_rows") else 0] = 0
+        inputs["allowed_mask"] = mask.to(torch.int32)
+    if has("bias"):
+        ids = integers(-1, v, b, 5)
+        ids[:, 1:] = torch.where(ids[:, 1:] == ids[:, :1], -1, ids[:, 1:])
+        inputs["bias_ids"] = ids.to(torch.int32)
+        inputs["bias_values"] = torch.randn(b, 5, generator=gen) * 4
+    if has("penalties"):
+        inputs |= {
+            "penalty_rows": integers(-1, 3, b).to(ints),
+            "output_counts": (integers(0, 8, 3, v) - 5).clamp(min=0).to(torch.int32),
+            "prompt_mask": integers(-(2**31), 2**31, 3, words).to(torch.int32),
+            "presence_penalty": some(0.7, torch.randn(b, generator=gen), 0.0),
+            "frequency_penalty": some(0.7, torch.randn(b, generator=gen), 0.0),
+            "repetition_penalty": some(0.7, 0.5 + uniform(b), 1.0),
+        }
+    if row.options.get("method") == "synthetic":
+        inputs["synthetic_rates"] = uniform(k)
+    return inputs | row.options
+
+
+def _verify_row(
+    id: str, dtype: torch.dtype, shape: tuple[int, int, int], features: str = "", **options: Any
+) -> VerifyRow:
+    return VerifyRow(id, dtype, *shape, frozenset(features.split()), options)
+
+
+FILTER_FEATURES = "top_k top_p min_p greedy"
+ALL_FEATURES = f"{FILTER_FEATURES} mask bias penalties bad_drafts bad_rows"
+
+# Vocabularies: one token, below a vector, one short of, at, and above a block of 4096.
+VERIFY_ROWS = [
+    _verify_row("bf16", BF16, (4, 3, 320)),
+    _verify_row("bf16-greedy", BF16, (5, 3, 4097), "greedy bad_drafts int32"),
+    _verify_row("bf16-filters", BF16, (6, 3, 8193), FILTER_FEATURES),
+    _verify_row("bf16-ties", BF16, (6, 2, 999), f"{FILTER_FEATURES} ties strided"),
+    _verify_row("bf16-all", BF16, (8, 3, 1000), f"{ALL_FEATURES} padded"),
+    _verify_row("bf16-no-drafts", BF16, (5, 0, 4095), f"{FILTER_FEATURES} mask", stream="draft"),
+    _verify_row("bf16-empty", BF16, (0, 2, 33)),
+    _verify_row("bf16-one-token", BF16, (3, 2, 1), ALL_FEATURES),
+    _verify_row("bf16-block", BF16, (6, 4, 500), f"{ALL_FEATURES} padded", method="block"),
+    _verify_row("bf16-coupled", BF16, (6, 3, 4099), ALL_FEATURES, method="coupled"),
+    _verify_row("bf16-synthetic", BF16, (6, 4, 64), "greedy bad_drafts", method="synthetic"),
+    _verify_row("bf16-q", BF16, (6, 3, 4500), "draft_logits greedy top_k"),
+    _verify_row("bf16-q-block", BF16, (6, 4, 700), "draft_logits greedy bad_rows", method="block"),
+    _verify_row(
+        "fp16-q-filtered",
+        FP16,
+        (6, 3, 300),
+        f"{ALL_FEATURES} draft_logits draft_rows draft_fp32",
+        draft_kind="filtered_logits",
+    ),
+    _verify_row(
+        "fp32-q-probs-block",
+        FP32,
+        (6, 3, 31),
+        f"{FILTER_FEATURES} draft_logits draft_rows bad_rows",
+        draft_kind="probs",
+        method="block",
+    ),
+    _verify_row("fp32-extreme", FP32, (6, 3, 4100), "extreme top_p min_p strided"),
+]
+
+
+def random_verify_row(seed: int) -> VerifyRow:
+    """A row with everything drawn at random: 100 requests or fewer."""
+    gen = torch.Generator().manual_seed(seed)
+
+    def pick(choices: list[Any]) -> Any:
+        return choices[int(torch.randint(0, len(choices), (1,), generator=gen))]
+
+    method = pick(["standard", "block", "coupled", "synthetic"])
+    names = f"{ALL_FEATURES} ties padded strided int32 draft_logits draft_rows draft_fp32".split()
+    features = frozenset(name for name in names if pick([True, False, False]))
+    vocab = pick([1, 2, 7, 31, 64, 320, 999, 4096, 4097, 8193])
+    kind = pick(["logits", "filtered_logits", "probs"])
+    shape = (pick([80, 100]), pick([0, 1, 3, 3, 5, 5]), vocab)
+    options = {"method": method, "draft_kind": kind}
+    return VerifyRow(f"random-{seed}", pick([BF16, FP16, FP32]), *shape, features, options)

@@ -112,7 +112,7 @@ def verify(
     status = torch.zeros(num_requests, dtype=torch.int32)
     for b in range(num_requests):
         request = Request(b, **inputs)
-        accepted, last = _VERIFY[method](request)
+        accepted, last = VERIFY[method](request)
         token_ids[b, :accepted] = torch.tensor(request.drafts[:accepted])
         token_ids[b, accepted] = last
         num_accepted[b], status[b] = accepted, request.status(accepted)
@@ -125,7 +125,7 @@ def verify(
 def _standard(request: "Request") -> tuple[int, int]:
     for i, draft in enumerate(request.drafts):
         p, q = request.target(i), request.draft(i)
-        if not request.accept_uniform(i) * q.probability(draft) < p.probability(draft):
+        if not request.accepts(i, p.probability(draft), q.probability(draft)):
             return i, request.draw(i, residual(p, q, 1.0))
     bonus = len(request.drafts)
     return bonus, request.draw(bonus, request.target(bonus))
@@ -145,7 +145,7 @@ def _block(request: "Request") -> tuple[int, int]:
         else:
             left = residual_mass(request.target(i), request.draft(i), kept)
             passing = left / (left + (1 - kept))
-        if request.accept_uniform(i - 1) < passing:
+        if request.accepts(i - 1, passing):
             accepted, kept_there = i, kept
     law = request.target(accepted)
     if accepted < num_drafts:
@@ -162,13 +162,13 @@ def _coupled(request: "Request") -> tuple[int, int]:
 
 def _synthetic(request: "Request") -> tuple[int, int]:
     for i in range(len(request.drafts)):
-        if not request.accept_uniform(i) < request.synthetic_rate(i):
+        if not request.accepts(i, request.synthetic_rate(i)):
             return i, request.draw(i, residual(request.target(i), request.draft(i), 1.0))
     bonus = len(request.drafts)
     return bonus, request.draw(bonus, request.target(bonus))
 
 
-_VERIFY = dict(zip(METHODS, (_standard, _block, _coupled, _synthetic), strict=True))
+VERIFY = dict(zip(METHODS, (_standard, _block, _coupled, _synthetic), strict=True))
 
 
 # Distributions. Lane v of the vocabulary sits at [v // BLOCK, v % BLOCK].
@@ -399,9 +399,10 @@ class Request:
         position = self._in["positions"][self._first_row + i].to(torch.int64) + 1
         return exact.philox(self._in["seeds"][self._b], position, purpose, lane)
 
-    def accept_uniform(self, i: int) -> float:
+    def accepts(self, i: int, p: float, q: float = 1.0) -> bool:
+        """Whether draft i's coin falls on its side, which it does with probability p / q."""
         words = self._words(i, exact.ACCEPT, torch.tensor(0))
-        return float(exact.uniform(words[0], words[1]))
+        return float(exact.uniform(words[0], words[1])) * q < p
 
     def draw(self, i: int, law: Law) -> int:
         """A token of row i from `law`, from the row's own law where that is empty."""

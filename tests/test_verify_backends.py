@@ -1,0 +1,75 @@
+"""verify on every backend: the same integers for 10,000 random requests in 120 launches.
+
+`python tests/test_verify_backends.py FILE` is the Triton half, in a process of its own: kernels
+run in Triton's interpreter only if `TRITON_INTERPRET` is set before triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from torch import Tensor
+
+from mtp_kernels.ops import verify as op
+
+LAUNCHES = range(120)
+
+Outputs = list[tuple[Tensor, ...]]
+
+
+def outputs_of(verify) -> Outputs:
+    return [verify(**cases.verify_inputs(cases.random_verify_row(seed), seed)) for seed in LAUNCHES]
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory: pytest.TempPathFactory) -> subprocess.Popen:
+    """Started first, so that it runs beside the reference."""
+    file = tmp_path_factory.mktemp("triton") / "outputs.pt"
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, __file__, str(file)], env=environment)
+    process.file = file
+    return process
+
+
+@pytest.fixture(scope="module")
+def reference(triton: subprocess.Popen) -> Outputs:
+    with cases.threads(1):
+        return outputs_of(op.verify)
+
+
+def differing(got: Outputs, want: Outputs) -> list[str]:
+    """The launches that differ, which is none: decisions are integers, there are no near ties."""
+    return [
+        cases.random_verify_row(seed).id
+        for seed, g, w in zip(LAUNCHES, got, want, strict=True)
+        if not all(torch.equal(x, y) for x, y in zip(g, w, strict=True))
+    ]
+
+
+def test_the_sample_is_large_and_varied(reference: Outputs) -> None:
+    rows = [cases.random_verify_row(seed) for seed in LAUNCHES]
+    assert sum(row.requests for row in rows) >= 10_000 and len(rows) >= 100
+    assert {row.options["method"] for row in rows} == set(op.METHODS)
+    accepted = torch.cat([outputs[1] for outputs in reference])
+    assert accepted.bincount()[:6].min() > 40  # all lengths occur
+    status = torch.cat([outputs[2] for outputs in reference])
+    assert set(status.tolist()) >= {0, 1, 2}
+
+
+def test_cpu_equals_the_reference(reference: Outputs) -> None:
+    assert differing(outputs_of(torch.ops.mtp_kernels.verify), reference) == []
+
+
+def test_triton_equals_the_reference(reference: Outputs, triton: subprocess.Popen) -> None:
+    assert triton.wait(timeout=1200) == 0
+    assert differing(torch.load(triton.file), reference) == []
+
+
+if __name__ == "__main__":
+    from mtp_kernels.kernels.verify import verify
+
+    torch.save(outputs_of(verify), Path(sys.argv[1]))
