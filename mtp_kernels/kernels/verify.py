@@ -1,9 +1,11 @@
 """verify in two launches: every block of every row is reduced, then each request decides.
 
-The law of a row is known from a few numbers per block of 4096 lanes (highest logit, sum of weights),
-so the first launch reads the logits once, on the whole machine, and the second reads single lanes
-of the drafts and the one block that the token is drawn from. Filters, and residuals against
-draft_logits, make it read whole rows again, of the rows that decide something.
+The law of a row is known from a few numbers per block of 4096 lanes (highest logit, sum of
+weights), so the first launch reads the logits once, on the whole machine, and the second reads the
+drafts' lanes and the one block that the token is drawn from. With filters the first launch also
+leaves the highest logit of every group of 32 lanes, which tells the second where to look for the
+lanes above a cut; only when those are many are rows read again. So they are for residuals against
+draft_logits.
 
 The reference in ops/verify.py is the definition; names here are its names. Nothing fuses, divides
 approximately or depends on the order of a float sum, so the bits are the reference's.
@@ -30,8 +32,8 @@ INF = tl.constexpr(float("inf"))
 ONE = tl.constexpr(2.0**40)  # a block's heaviest lane weighs this
 WHOLE = tl.constexpr(2.0**52)  # residuals are counted in parts of this
 LANE_BITS = tl.constexpr(12)  # of BLOCK, in Scratch.picks
-DIGITS = tl.constexpr(16)  # ways of one pass of the search for a cut
-LOWEST_KEY = tl.constexpr(-0x7F800000)  # of -inf
+LOWEST_KEY = tl.constexpr(-0x7F800000)  # of -inf, see `_key`
+DIGITS = tl.constexpr(16)  # ways of one pass of `_search`
 
 
 # Arguments. A field that is None is compiled out.
@@ -89,10 +91,35 @@ class Scratch(NamedTuple):
     scores: Any  # fp32, of the race's winner
     winners: Any  # fp32, the logit of the race's winner
     cuts: Any  # fp32, [slot]
+    groups: Any  # fp32, [slot, block, BLOCK / GROUP], the highest logits of groups of lanes
+    candidates: Any  # int32, [slot, BLOCK / GROUP], the groups that may pass a cut
+
+
+class Call(NamedTuple):
+    inputs: Any
+    scratch: Any
+    num_draft_rows: Any
+
+
+class Round(NamedTuple):
+    """One request's part of the call."""
+
+    b: Any
+    first_row: Any
+    given: Any  # drafts, judged or not
+    temperature: Any
+
+
+class Row(NamedTuple):
+    """The target's row i, or the row of draft i."""
+
+    i: Any
+    at: Any  # in logits, or in draft_logits, where it may be outside: then the draft is one-hot
+    slot: Any
 
 
 class Law(NamedTuple):
-    """The reference's Law, of which lanes are made when they are needed. Vectors are [blocks]."""
+    """The reference's Law, whose lanes are made when they are needed. Vectors are [NUM]."""
 
     is_finite: Any
     is_point: Any  # all on lane best: greedy, or not finite
@@ -106,13 +133,8 @@ class Law(NamedTuple):
     total: Any
 
 
-class Round(NamedTuple):
-    """One request's part of the call."""
-
-    b: Any
-    first_row: Any
-    given: Any  # drafts, judged or not
-    temperature: Any
+# Constexprs everywhere below. NUM: blocks of a row, rounded up to a power of two. GROUP: lanes of a
+# group. GRAIN: low bits of a row's `_key`s that are 0. IS_DRAFT: whether a row is draft_logits'.
 
 
 @triton.jit
@@ -122,6 +144,36 @@ def _round(inputs, b):
     # A wrong cu_rows, which is not checked on a GPU, must not read past the drafts.
     given = tl.minimum(end - first_row - 1, inputs.num_drafts).to(tl.int32)
     return Round(b, first_row, given, tl.load(inputs.temperature + b))
+
+
+@triton.jit
+def _draft_id(inputs, round, i):
+    return tl.load(inputs.draft_ids.data + round.b * inputs.draft_ids.stride + i)
+
+
+@triton.jit
+def _position(inputs, round, i):
+    """Of the token that row i decides."""
+    return tl.load(inputs.positions + round.first_row + i).to(tl.int64) + 1
+
+
+@triton.jit
+def _target_row(inputs, round, i):
+    return Row(i, round.first_row + i, round.b * inputs.num_slots + i)
+
+
+@triton.jit
+def _draft_row(inputs, round, i):
+    if inputs.draft_rows is not None:
+        at = tl.load(inputs.draft_rows.data + round.b * inputs.draft_rows.stride + i).to(tl.int64)
+    else:
+        at = round.b * inputs.num_drafts + i
+    return Row(i, at, round.b * inputs.num_slots + inputs.num_drafts + 1 + i)
+
+
+@triton.jit
+def _is_one_hot(call, row):
+    return (row.at < 0) | (row.at >= call.num_draft_rows)
 
 
 # Logits
@@ -134,22 +186,20 @@ def _bits(words, lanes, inside):
 
 
 @triton.jit
-def _target_logits(inputs, round, i, start, read, SIZE: tl.constexpr):
-    """Lanes from start of row i after bias, penalties and mask, [SIZE] fp32; -inf past the end.
+def _target_logits(inputs, round, row, lanes, first, end, read):
+    """Some lanes of a row after bias, penalties and mask, fp32; -inf past the end.
 
-    read: whether to read them at all.
+    lanes: int32 of any shape, from first to end. read: false where they are not needed.
     """
-    lanes = start + tl.arange(0, SIZE)
     inside = (lanes < inputs.vocab) & read
-    row = round.first_row + i
-    logits = inputs.logits.data + row * inputs.logits.stride
+    logits = inputs.logits.data + row.at * inputs.logits.stride
     x = tl.load(logits + lanes, mask=inside, other=-INF).to(tl.float32)
     if inputs.bias_ids is not None:
         ids = inputs.bias_ids.data + round.b * inputs.bias_ids.stride
         values = inputs.bias_values.data + round.b * inputs.bias_values.stride
         for m in range(inputs.num_biases):
             token = tl.load(ids + m)
-            if (token >= start) & (token < start + SIZE):
+            if (token >= first) & (token < end):
                 x = tl.where(lanes == token, x + tl.load(values + m), x)
         x = tl.where(inside, x, -INF)
     if inputs.penalties is not None:
@@ -157,7 +207,7 @@ def _target_logits(inputs, round, i, start, read, SIZE: tl.constexpr):
         at = tl.load(of.rows + round.b).to(tl.int64)
         if (at >= 0) & (at < of.num_rows):
             counts = tl.load(of.counts.data + at * of.counts.stride + lanes, mask=inside, other=0)
-            for j in range(i):  # the drafts before this row count as generated
+            for j in range(row.i):  # the drafts before this row count as generated
                 counts += (lanes == _draft_id(inputs, round, j)).to(tl.int32)
             prompt = of.prompt_mask.data + at * of.prompt_mask.stride
             seen = _bits(prompt, lanes, inside) | (counts > 0)
@@ -168,32 +218,16 @@ def _target_logits(inputs, round, i, start, read, SIZE: tl.constexpr):
             x = x - tl.load(of.presence + round.b) * (counts > 0).to(tl.float32)
         x = tl.where(inside, x, -INF)
     if inputs.allowed_mask is not None:
-        mask = inputs.allowed_mask.data + row * inputs.allowed_mask.stride
+        mask = inputs.allowed_mask.data + row.at * inputs.allowed_mask.stride
         x = tl.where(_bits(mask, lanes, inside), x, -INF)
     return x
 
 
 @triton.jit
-def _draft_logits(inputs, row, start, read, PADDING: tl.constexpr, SIZE: tl.constexpr):
-    lanes = start + tl.arange(0, SIZE)
-    logits = inputs.draft_logits.data + row * inputs.draft_logits.stride
-    mask = (lanes < inputs.vocab) & read
-    return tl.load(logits + lanes, mask=mask, other=PADDING).to(tl.float32)
-
-
-@triton.jit
-def _draft_id(inputs, round, i):
-    return tl.load(inputs.draft_ids.data + round.b * inputs.draft_ids.stride + i)
-
-
-@triton.jit
-def _draft_row(inputs, round, i):
-    """Draft i's row of draft_logits, which may be outside."""
-    if inputs.draft_rows is not None:
-        row = tl.load(inputs.draft_rows.data + round.b * inputs.draft_rows.stride + i).to(tl.int64)
-    else:
-        row = round.b * inputs.num_drafts + i
-    return row
+def _draft_logits(inputs, row, lanes, read, PADDING: tl.constexpr):
+    logits = inputs.draft_logits.data + row.at * inputs.draft_logits.stride
+    inside = (lanes < inputs.vocab) & read
+    return tl.load(logits + lanes, mask=inside, other=PADDING).to(tl.float32)
 
 
 @triton.jit
@@ -221,6 +255,28 @@ def _race(fractions, seed, position, start, PURPOSE: tl.constexpr):
     return score, tl.min(tl.where(scores == score, tl.arange(0, BLOCK), BLOCK - 1))
 
 
+@triton.jit
+def _filters(inputs, round):
+    """top_k, top_p and min_p of a request, with values that keep everything where they are off."""
+    top_k = inputs.vocab + tl.zeros((), tl.int64)
+    top_p = tl.full((), 1.0, tl.float32)
+    min_p = tl.full((), 0.0, tl.float32)
+    if inputs.top_k is not None:
+        given = tl.load(inputs.top_k + round.b).to(tl.int64)
+        top_k = tl.where((given > 0) & (given < top_k), given, top_k)
+    if inputs.top_p is not None:
+        top_p = tl.load(inputs.top_p + round.b)
+    if inputs.min_p is not None:
+        min_p = tl.load(inputs.min_p + round.b)
+    return top_k, top_p, min_p
+
+
+@triton.jit
+def _is_filtered(inputs, round):
+    top_k, top_p, min_p = _filters(inputs, round)
+    return (top_k < inputs.vocab) | (top_p < 1) | (min_p > 0)
+
+
 @triton.jit(do_not_specialize=["num_draft_rows"])
 def reduce_blocks_kernel(
     inputs,
@@ -229,65 +285,72 @@ def reduce_blocks_kernel(
     METHOD: tl.constexpr,
     PURPOSE: tl.constexpr,
     DRAFT_KIND: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     """Grid (slots * blocks,), blocks fastest: one block of one row into Scratch.
 
-    A slot is a row of the target's or of draft_logits; those that nobody uses end at once. The sums
-    are those of the unfiltered law.
+    A slot is a row of the target's or of a draft; those that nobody uses end at once. The sums are
+    those of the unfiltered law.
     """
+    call = Call(inputs, scratch, num_draft_rows)
     pid = tl.program_id(0)
-    slot = pid // inputs.num_blocks
     start = pid % inputs.num_blocks * BLOCK
+    slot = pid // inputs.num_blocks
     round = _round(inputs, (slot // inputs.num_slots).to(tl.int64))
     i = slot % inputs.num_slots
     is_target = i <= inputs.num_drafts
+    row = _target_row(inputs, round, i)
     used = i <= round.given
-    draft_row = round.b
     if inputs.draft_logits is not None:
         if not is_target:
             i -= inputs.num_drafts + 1
             used = i < round.given
             if used:
-                draft_row = _draft_row(inputs, round, i)
-                used = (draft_row >= 0) & (draft_row < num_draft_rows)
+                row = _draft_row(inputs, round, i)
+                used = not _is_one_hot(call, row)
     if not used:
         return
 
+    lanes = start + tl.arange(0, BLOCK)
     if inputs.draft_logits is not None:
         if is_target:
-            x = _target_logits(inputs, round, i, start, True, BLOCK)
+            x = _target_logits(inputs, round, row, lanes, start, start + BLOCK, True)
         elif DRAFT_KIND == "probs":
-            x = _draft_logits(inputs, draft_row, start, True, 0.0, BLOCK)
+            x = _draft_logits(inputs, row, lanes, True, 0.0)
             x = tl.where(x >= 0, x, INF)
         else:
-            x = _draft_logits(inputs, draft_row, start, True, -INF, BLOCK)
+            x = _draft_logits(inputs, row, lanes, True, -INF)
     else:
-        x = _target_logits(inputs, round, i, start, True, BLOCK)
-
+        x = _target_logits(inputs, round, row, lanes, start, start + BLOCK, True)
     bad = (x != x) | (x == INF)
     x = tl.where(bad, -INF, x)
     highest = tl.max(x)
     picks = tl.min(tl.where(x == highest, tl.arange(0, BLOCK), BLOCK - 1))
     picks |= tl.max(bad.to(tl.int32)) << (2 * LANE_BITS)
+
     at = pid.to(tl.int64)
     total = tl.zeros((), tl.int64)
     has_law = round.temperature >= GREEDY_BELOW
     if DRAFT_KIND == "probs":
         has_law = has_law & is_target
     if has_law:
-        scale = tl.div_rn(LOG2_E, round.temperature)
-        fractions = _exp2_below(x, highest, scale)
+        fractions = _exp2_below(x, highest, tl.div_rn(LOG2_E, round.temperature))
         total = tl.sum(_weights(fractions))
         if METHOD == "coupled":
             if is_target:
                 seed = tl.load(inputs.seeds + round.b)
-                position = tl.load(inputs.positions + round.first_row + i).to(tl.int64) + 1
+                position = _position(inputs, round, i)
                 score, winner = _race(fractions, seed, position, start, PURPOSE)
                 picks |= winner << LANE_BITS
                 tl.store(scratch.scores + at, score)
                 if scratch.winners is not None:
                     won = tl.where(tl.arange(0, BLOCK) == winner, x, -INF)
                     tl.store(scratch.winners + at, tl.max(won))
+        if scratch.groups is not None:
+            if _is_filtered(inputs, round):
+                NUM_GROUPS: tl.constexpr = BLOCK // GROUP
+                highest_of = tl.max(tl.reshape(x, (NUM_GROUPS, GROUP)), 1)
+                tl.store(scratch.groups + at * NUM_GROUPS + tl.arange(0, NUM_GROUPS), highest_of)
     tl.store(scratch.highest + at, highest)
     tl.store(scratch.sums + at, total)
     tl.store(scratch.picks + at, picks)
@@ -298,7 +361,7 @@ def reduce_blocks_kernel(
 
 @triton.jit
 def _at(values, block, NUM: tl.constexpr):
-    """One value of a vector of integers or of floats that are not infinite."""
+    """One value of a vector that has no infinite ones."""
     return tl.sum(tl.where(tl.arange(0, NUM) == block, values, 0))
 
 
@@ -313,22 +376,14 @@ def _masses(sums, scales):
 
 
 @triton.jit
-def _slot(inputs, round, i, IS_DRAFT: tl.constexpr):
-    slot = round.b * inputs.num_slots + i
-    if IS_DRAFT:
-        slot += inputs.num_drafts + 1
-    return slot
-
-
-@triton.jit
-def _law(inputs, scratch, round, slot, cut, NUM: tl.constexpr):
-    """A slot's law; with a cut, its sums must be those above the cut."""
+def _law(call, round, row, cut, NUM: tl.constexpr):
+    """A row's law; with a cut, its sums must be those above the cut."""
     blocks = tl.arange(0, NUM)
-    inside = blocks < inputs.num_blocks
-    at = slot * inputs.num_blocks + blocks
-    highest = tl.load(scratch.highest + at, mask=inside, other=-INF)
-    sums = tl.load(scratch.sums + at, mask=inside, other=0)
-    picks = tl.load(scratch.picks + at, mask=inside, other=0)
+    inside = blocks < call.inputs.num_blocks
+    at = row.slot * call.inputs.num_blocks + blocks
+    highest = tl.load(call.scratch.highest + at, mask=inside, other=-INF)
+    sums = tl.load(call.scratch.sums + at, mask=inside, other=0)
+    picks = tl.load(call.scratch.picks + at, mask=inside, other=0)
 
     top = tl.max(highest)
     is_finite = (tl.max(picks >> (2 * LANE_BITS)) == 0) & (top > -INF)
@@ -345,69 +400,66 @@ def _law(inputs, scratch, round, slot, cut, NUM: tl.constexpr):
     scales = _exp2_below(highest, top, scale)
     masses = _masses(sums, scales)
     cut = tl.to_tensor(cut)
-    return Law(
-        is_finite, is_point, best, scale, cut, highest, scales, sums, masses, tl.sum(masses)
-    )
+    return Law(is_finite, is_point, best, scale, cut, highest, scales, sums, masses, tl.sum(masses))
 
 
 @triton.jit
-def _target_law(inputs, scratch, round, i, NUM: tl.constexpr):
-    slot = _slot(inputs, round, i, False)
+def _target_law(call, round, row, NUM: tl.constexpr):
     cut = -INF
-    if scratch.cuts is not None:
-        cut = tl.load(scratch.cuts + slot)
-    return _law(inputs, scratch, round, slot, cut, NUM)
+    if call.scratch.cuts is not None:
+        cut = tl.load(call.scratch.cuts + row.slot)
+    return _law(call, round, row, cut, NUM)
 
 
 @triton.jit
-def _draft_law(inputs, scratch, round, i, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr):
-    slot = _slot(inputs, round, i, True)
+def _draft_law(call, round, row, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr):
     cut = -INF
-    if scratch.cuts is not None:
+    if call.scratch.cuts is not None:
         if DRAFT_KIND == "filtered_logits":
-            cut = tl.load(scratch.cuts + slot)
-    return _law(inputs, scratch, round, slot, cut, NUM)
+            cut = tl.load(call.scratch.cuts + row.slot)
+    return _law(call, round, row, cut, NUM)
 
 
 @triton.jit
-def _row_logits(
-    inputs, round, law, i, draft_row, start, IS_DRAFT: tl.constexpr, SIZE: tl.constexpr
-):
-    """The law's logits: those below its cut, and all but a point's, are -inf."""
+def _law_logits(inputs, round, row, law, lanes, first, end, IS_DRAFT: tl.constexpr):
+    """Logits the law is made of: those below its cut, and all but a point's, are -inf."""
     if IS_DRAFT:
-        x = _draft_logits(inputs, draft_row, start, not law.is_point, -INF, SIZE)
+        x = _draft_logits(inputs, row, lanes, not law.is_point, -INF)
     else:
-        x = _target_logits(inputs, round, i, start, not law.is_point, SIZE)
-    is_best = start + tl.arange(0, SIZE) == law.best
-    x = tl.where(law.is_point, tl.where(is_best, 0.0, -INF), x)
+        x = _target_logits(inputs, round, row, lanes, first, end, not law.is_point)
+    x = tl.where(law.is_point, tl.where(lanes == law.best, 0.0, -INF), x)
     return tl.where(x >= law.cut, x, -INF)
 
 
 @triton.jit
-def _fractions(
-    inputs,
-    round,
-    law,
-    i,
-    draft_row,
-    start,
-    IS_DRAFT: tl.constexpr,
-    SIZE: tl.constexpr,
-    NUM: tl.constexpr,
-):
-    """Lanes of the reference's `Law.fractions`, [SIZE], all of one block."""
-    x = _row_logits(inputs, round, law, i, draft_row, start, IS_DRAFT, SIZE)
-    return _exp2_below(x, _highest_at(law, start // BLOCK, NUM), law.scale)
+def _block_logits(inputs, round, row, law, block, IS_DRAFT: tl.constexpr):
+    start = block * BLOCK
+    lanes = start + tl.arange(0, BLOCK)
+    return _law_logits(inputs, round, row, law, lanes, start, start + BLOCK, IS_DRAFT)
 
 
 @triton.jit
-def _probability(
-    inputs, round, law, i, draft_row, token, IS_DRAFT: tl.constexpr, NUM: tl.constexpr
-):
-    fraction = _fractions(inputs, round, law, i, draft_row, token, IS_DRAFT, 1, NUM)
-    weight = tl.max(_weights(fraction))
+def _fractions(inputs, round, row, law, block, IS_DRAFT: tl.constexpr, NUM: tl.constexpr):
+    """One block of the reference's `Law.fractions`, [BLOCK]."""
+    x = _block_logits(inputs, round, row, law, block, IS_DRAFT)
+    return _exp2_below(x, _highest_at(law, block, NUM), law.scale)
+
+
+@triton.jit
+def _weight_of(inputs, round, row, law, token, IS_DRAFT: tl.constexpr, NUM: tl.constexpr):
+    lane = token + tl.zeros((1,), tl.int32)
+    x = _law_logits(inputs, round, row, law, lane, token, token + 1, IS_DRAFT)
+    return tl.max(_weights(_exp2_below(x, _highest_at(law, token // BLOCK, NUM), law.scale)))
+
+
+@triton.jit
+def _probability(inputs, round, row, law, token, IS_DRAFT: tl.constexpr, NUM: tl.constexpr):
+    weight = _weight_of(inputs, round, row, law, token, IS_DRAFT, NUM)
     mass = _masses(weight, _at(law.scales, token // BLOCK, NUM))
     return mass.to(tl.float64) / law.total.to(tl.float64)
+
+
+# Residuals against draft_logits
 
 
 @triton.jit
@@ -420,25 +472,22 @@ def _unit(law, kept):
 def _residual_weights(
     inputs,
     round,
+    p_row,
     p,
     p_unit,
+    q_row,
     q,
     q_unit,
-    i,
-    draft_row,
     block,
     DRAFT_KIND: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    """Lanes of `residual(p, q, kept)`, [BLOCK] int64."""
-    start = block * BLOCK
-    p_lanes = _fractions(inputs, round, p, i, draft_row, start, False, BLOCK, NUM)
-    p_lanes *= _at(p_unit, block, NUM)
+    """One block of `residual(p, q, kept)`, [BLOCK] int64."""
+    p_lanes = _fractions(inputs, round, p_row, p, block, False, NUM) * _at(p_unit, block, NUM)
     if DRAFT_KIND == "probs":
-        q_lanes = _draft_logits(inputs, draft_row, start, True, 0.0, BLOCK)
+        q_lanes = _draft_logits(inputs, q_row, block * BLOCK + tl.arange(0, BLOCK), True, 0.0)
     else:
-        q_lanes = _fractions(inputs, round, q, i, draft_row, start, True, BLOCK, NUM)
-        q_lanes *= _at(q_unit, block, NUM)
+        q_lanes = _fractions(inputs, round, q_row, q, block, True, NUM) * _at(q_unit, block, NUM)
     return (tl.maximum(p_lanes - q_lanes, 0.0) * WHOLE).to(tl.int64)
 
 
@@ -446,12 +495,12 @@ def _residual_weights(
 def _residual_masses(
     inputs,
     round,
+    p_row,
     p,
     p_unit,
+    q_row,
     q,
     q_unit,
-    i,
-    draft_row,
     DRAFT_KIND: tl.constexpr,
     NUM: tl.constexpr,
 ):
@@ -459,52 +508,89 @@ def _residual_masses(
     for block in range(inputs.num_blocks):
         if _at(p_unit, block, NUM) > 0:
             weights = _residual_weights(
-                inputs, round, p, p_unit, q, q_unit, i, draft_row, block, DRAFT_KIND, NUM
+                inputs, round, p_row, p, p_unit, q_row, q, q_unit, block, DRAFT_KIND, NUM
             )
             masses = tl.where(tl.arange(0, NUM) == block, tl.sum(weights), masses)
     return masses
+
+
+@triton.jit
+def _residual_mass(call, round, row, kept, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr):
+    """The reference's `residual_mass` of row i and draft i."""
+    inputs = call.inputs
+    p = _target_law(call, round, row, NUM)
+    draft = _draft_id(inputs, round, row.i).to(tl.int32)
+    left = kept * (1 - _probability(inputs, round, row, p, draft, False, NUM))
+    if inputs.draft_logits is not None:
+        q_row = _draft_row(inputs, round, row.i)
+        if not _is_one_hot(call, q_row):
+            q = _draft_law(call, round, q_row, DRAFT_KIND, NUM)
+            p_unit, q_unit = _unit(p, kept), _unit(q, 1.0)
+            masses = _residual_masses(
+                inputs, round, row, p, p_unit, q_row, q, q_unit, DRAFT_KIND, NUM
+            )
+            left = tl.sum(masses).to(tl.float64) * (1 / WHOLE)
+    return left
 
 
 # Filters
 
 
 @triton.jit
-def _key(x):
-    """An int32 in the order of x; the lower half of a bfloat16's is 0."""
+def _key(x, GRAIN: tl.constexpr):
+    """An int32 in the order of x, without the GRAIN low bits, which are 0 in a row's logits."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, -2147483648 - bits, bits)
+    return tl.where(bits < 0, -2147483648 - bits, bits) >> GRAIN
 
 
 @triton.jit
-def _of_key(key):
-    return tl.where(key < 0, -2147483648 - key, key).to(tl.float32, bitcast=True)
+def _of_key(key, GRAIN: tl.constexpr):
+    bits = key << GRAIN
+    return tl.where(bits < 0, -2147483648 - bits, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lowest_key(cut, GRAIN: tl.constexpr):
+    """The lowest key of a finite logit that `cut` keeps."""
+    return tl.maximum((_key(cut, 0) + ((1 << GRAIN) - 1)) >> GRAIN, (LOWEST_KEY >> GRAIN) + 1)
+
+
+@triton.jit
+def _bisect(keys, values, low, top, enough):
+    """The highest key from which on the values sum up to `enough`; low, if even all do not."""
+    span = top.to(tl.int64) - low
+    shift = 0
+    while (span >> shift) > 1:
+        shift += 1
+    while shift >= 0:
+        middle = low + (tl.full((), 1, tl.int64) << shift)
+        from_middle = tl.sum(tl.where(keys >= middle, values, 0)).to(tl.float64)
+        low = tl.where((from_middle >= enough) & (middle <= top), middle, low).to(tl.int32)
+        shift -= 1
+    return low
 
 
 @triton.jit
 def _search(
     inputs,
     round,
+    row,
     law,
-    i,
-    draft_row,
-    cut,
+    low,
     limit,
     COUNT: tl.constexpr,
     GRAIN: tl.constexpr,
     IS_DRAFT: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    """The highest cut that keeps enough of what `cut` keeps; `cut` if all of that is not enough.
+    """`_bisect` over a whole row: reads it once for every 4 bits of key.
 
-    COUNT: enough is `limit` lanes; else `limit` times the weight that `cut` keeps.
-
-    Pass by pass the interval of keys that holds the cut is divided by 16. Blocks and passes
-    without a lane in it are skipped. Keys are multiples of 2^GRAIN.
+    COUNT: `limit` lanes are enough; else `limit` times the weight from `low` on.
+    Blocks without a key in the interval, 16 of which are told apart per pass, cost no more than
+    a look.
     """
     top = tl.max(law.highest)
-    # The interval is [low, low + 16 << shift), at first all finite keys from the cut to the top.
-    low = tl.maximum((_key(cut) + ((1 << GRAIN) - 1)) >> GRAIN, (LOWEST_KEY >> GRAIN) + 1)
-    span = (_key(top) >> GRAIN).to(tl.int64) - low
+    span = _key(top, GRAIN).to(tl.int64) - low  # the interval: low to low + (16 << shift)
     shift = 0
     while (span >> shift) >= DIGITS:
         shift += 4
@@ -513,13 +599,11 @@ def _search(
     is_first = True
     digits = tl.arange(0, DIGITS)
     while shift >= 0:
-        kept = tl.zeros((DIGITS,), tl.int64)  # in the interval from each digit on
+        kept = tl.zeros((DIGITS,), tl.int64)  # in the interval, from each digit on
         for block in range(inputs.num_blocks):
-            if (_key(_highest_at(law, block, NUM)) >> GRAIN) >= low:
-                x = _row_logits(
-                    inputs, round, law, i, draft_row, block * BLOCK, IS_DRAFT, BLOCK
-                )
-                key = _key(x) >> GRAIN
+            if _key(_highest_at(law, block, NUM), GRAIN) >= low:
+                x = _block_logits(inputs, round, row, law, block, IS_DRAFT)
+                key = _key(x, GRAIN)
                 digit = (key - low).to(tl.uint32, bitcast=True) >> shift
                 digit = tl.where((key >= low) & (digit < DIGITS), digit.to(tl.int32), -1)
                 if tl.max(digit) >= 0:
@@ -527,7 +611,7 @@ def _search(
                         values = tl.full((BLOCK,), 1, tl.int64)
                     else:
                         values = _weights(_exp2_below(x, top, law.scale))
-                    for d in tl.static_range(DIGITS):
+                    for d in range(DIGITS):
                         kept_here = tl.sum(tl.where(digit >= d, values, 0))
                         kept += tl.where(digits == d, kept_here, 0)
         if is_first:
@@ -539,124 +623,286 @@ def _search(
         above += tl.sum(tl.where(digits == digit + 1, kept, 0))
         low += digit << shift
         shift -= 4
-    return _of_key(low << GRAIN)
+    return low
 
 
 @triton.jit
-def _filter(
+def _weight_from(
     inputs,
-    scratch,
     round,
-    i,
-    draft_row,
+    row,
+    law,
+    low,
     GRAIN: tl.constexpr,
     IS_DRAFT: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    """Find the cut of a row, and make its sums in scratch those above the cut."""
-    slot = _slot(inputs, round, i, IS_DRAFT)
-    law = _law(inputs, scratch, round, slot, -INF, NUM)
+    """The weight of a row from key `low` on, relative to its highest logit."""
+    top = tl.max(law.highest)
+    total = tl.zeros((), tl.int64)
+    for block in range(inputs.num_blocks):
+        if _key(_highest_at(law, block, NUM), GRAIN) >= low:
+            x = _block_logits(inputs, round, row, law, block, IS_DRAFT)
+            x = tl.where(_key(x, GRAIN) >= low, x, -INF)
+            total += tl.sum(_weights(_exp2_below(x, top, law.scale)))
+    return total
+
+
+@triton.jit
+def _cut_among_few(
+    call,
+    round,
+    row,
+    law,
+    keys,
+    bound,
+    num_candidates,
+    enough,
+    GROUP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    IS_DRAFT: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """A row's cut and its sums above the cut, where the groups from `bound` on fit one block.
+
+    keys: of the groups. enough: weight that top_p keeps, -1 where it must be computed here.
+    """
+    inputs, scratch = call.inputs, call.scratch
+    PER_BLOCK: tl.constexpr = BLOCK // GROUP
+    GROUPS: tl.constexpr = NUM * PER_BLOCK
+    listed = scratch.candidates + row.slot * PER_BLOCK
+    is_candidate = keys >= bound
+    place = tl.cumsum(is_candidate.to(tl.int32), 0) - 1
+    tl.store(listed + place, tl.arange(0, GROUPS), mask=is_candidate)
+    tl.debug_barrier()  # all threads see the whole list
+    nth = tl.arange(0, PER_BLOCK)
+    group = tl.load(listed + nth, mask=nth < num_candidates, other=GROUPS)
+
+    lanes = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [PER_BLOCK, GROUP]
+    x = _law_logits(inputs, round, row, law, lanes, 0, inputs.vocab, IS_DRAFT)
+    x_keys = _key(x, GRAIN)
+    top = tl.max(law.highest)
+    top_key = _key(top, GRAIN)
+    top_k, top_p, _min_p = _filters(inputs, round)
+    if top_k < inputs.vocab:
+        ones = tl.full((PER_BLOCK, GROUP), 1, tl.int32)
+        bound = _bisect(x_keys, ones, bound, top_key, top_k.to(tl.float64))
+    if top_p < 1:
+        weights = _weights(_exp2_below(x, top, law.scale))
+        if enough < 0:
+            weight = tl.sum(tl.where(x_keys >= bound, weights, 0))
+            enough = top_p.to(tl.float64) * weight.to(tl.float64)
+        bound = _bisect(x_keys, weights, bound, top_key, enough)
+
+    x = tl.where(x_keys >= bound, x, -INF)
+    block = group // PER_BLOCK
+    at = row.slot * inputs.num_blocks + block
+    highest = tl.load(scratch.highest + at, mask=nth < num_candidates, other=0.0)
+    group_sums = tl.sum(_weights(_exp2_below(x, highest[:, None], law.scale)), 1)
+    is_there = tl.arange(0, NUM)[:, None] == block[None, :]
+    sums = tl.sum(tl.where(is_there, group_sums[None, :], 0), 1)
+    return _of_key(bound, GRAIN), sums
+
+
+@triton.jit
+def _cut_among_many(
+    inputs,
+    round,
+    row,
+    law,
+    bound,
+    GRAIN: tl.constexpr,
+    IS_DRAFT: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """The same by reading the row. bound: the lowest key that min_p keeps."""
+    top_k, top_p, _min_p = _filters(inputs, round)
+    if top_k < inputs.vocab:
+        limit = top_k.to(tl.float64)
+        bound = _search(inputs, round, row, law, bound, limit, True, GRAIN, IS_DRAFT, NUM)
+    if top_p < 1:
+        limit = top_p.to(tl.float64)
+        bound = _search(inputs, round, row, law, bound, limit, False, GRAIN, IS_DRAFT, NUM)
+    sums = tl.zeros((NUM,), tl.int64)
+    for block in range(inputs.num_blocks):
+        highest = _highest_at(law, block, NUM)
+        if _key(highest, GRAIN) >= bound:
+            x = _block_logits(inputs, round, row, law, block, IS_DRAFT)
+            x = tl.where(_key(x, GRAIN) >= bound, x, -INF)
+            block_sum = tl.sum(_weights(_exp2_below(x, highest, law.scale)))
+            sums = tl.where(tl.arange(0, NUM) == block, block_sum, sums)
+    return _of_key(bound, GRAIN), sums
+
+
+@triton.jit
+def _filter(
+    call,
+    round,
+    row,
+    GROUP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    IS_DRAFT: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    """Find a row's cut, and make its sums in scratch those above the cut."""
+    inputs, scratch = call.inputs, call.scratch
+    law = _law(call, round, row, -INF, NUM)
     cut = -INF
-    if not law.is_point:
-        if inputs.min_p is not None:
-            min_p = tl.load(inputs.min_p + round.b)
-            if min_p > 0:
-                cut = tl.max(law.highest) + exact.log(min_p) * round.temperature
-        if inputs.top_k is not None:
-            top_k = tl.load(inputs.top_k + round.b)
-            if (top_k > 0) & (top_k < inputs.vocab):
-                limit = top_k.to(tl.float64)
-                cut = _search(
-                    inputs, round, law, i, draft_row, cut, limit, True, GRAIN, IS_DRAFT, NUM
-                )
-        if inputs.top_p is not None:
-            top_p = tl.load(inputs.top_p + round.b)
-            if top_p < 1:
-                limit = top_p.to(tl.float64)
-                cut = _search(
-                    inputs, round, law, i, draft_row, cut, limit, False, GRAIN, IS_DRAFT, NUM
-                )
-    if cut > -INF:
-        blocks = tl.arange(0, NUM)
-        sums = tl.zeros((NUM,), tl.int64)
-        for block in range(inputs.num_blocks):
-            highest = _highest_at(law, block, NUM)
-            if highest >= cut:
-                x = _row_logits(
-                    inputs, round, law, i, draft_row, block * BLOCK, IS_DRAFT, BLOCK
-                )
-                x = tl.where(x >= cut, x, -INF)
-                weights = _weights(_exp2_below(x, highest, law.scale))
-                sums = tl.where(blocks == block, tl.sum(weights), sums)
+    if _is_filtered(inputs, round) & (not law.is_point):
+        PER_BLOCK: tl.constexpr = BLOCK // GROUP
+        GROUPS: tl.constexpr = NUM * PER_BLOCK
+        top_k, top_p, min_p = _filters(inputs, round)
+        top = tl.max(law.highest)
+        if min_p > 0:
+            cut = top + exact.log(min_p) * round.temperature
+        low = _lowest_key(cut, GRAIN)
+
+        # Every group has at least one lane as high as its highest: a lower bound of the cut.
+        ids = tl.arange(0, GROUPS)
+        at = row.slot * inputs.num_blocks * PER_BLOCK + ids
+        inside = ids < inputs.num_blocks * PER_BLOCK
+        groups = tl.load(scratch.groups + at, mask=inside, other=-INF)
+        keys = _key(groups, GRAIN)
+        bound = low
+        if top_k < inputs.vocab:
+            ones = tl.full((GROUPS,), 1, tl.int32)
+            bound = _bisect(keys, ones, low, _key(top, GRAIN), top_k.to(tl.float64))
+        num_candidates = tl.sum((keys >= bound).to(tl.int32))
+        enough = tl.full((), -1.0, tl.float64)
+        if (num_candidates > PER_BLOCK) & (top_p < 1) & (top_k >= inputs.vocab):
+            weight = _weight_from(inputs, round, row, law, low, GRAIN, IS_DRAFT, NUM)
+            enough = top_p.to(tl.float64) * weight.to(tl.float64)
+            weights = _weights(_exp2_below(_of_key(keys, GRAIN), top, law.scale))
+            bound = _bisect(keys, weights, low, _key(top, GRAIN), enough)
+            num_candidates = tl.sum((keys >= bound).to(tl.int32))
+
+        if num_candidates <= PER_BLOCK:
+            cut, sums = _cut_among_few(
+                call,
+                round,
+                row,
+                law,
+                keys,
+                bound,
+                num_candidates,
+                enough,
+                GROUP,
+                GRAIN,
+                IS_DRAFT,
+                NUM,
+            )
+        else:
+            cut, sums = _cut_among_many(inputs, round, row, law, low, GRAIN, IS_DRAFT, NUM)
         tl.debug_barrier()  # all threads have read the old sums
-        at = slot * inputs.num_blocks + blocks
-        tl.store(scratch.sums + at, sums, mask=blocks < inputs.num_blocks)
-    tl.store(scratch.cuts + slot, cut)
-    tl.debug_barrier()  # all threads see them
+        blocks = tl.arange(0, NUM)
+        at_sums = scratch.sums + row.slot * inputs.num_blocks + blocks
+        tl.store(at_sums, sums, mask=blocks < inputs.num_blocks)
+    tl.store(scratch.cuts + row.slot, cut)
+    tl.debug_barrier()  # all threads see the new ones
+
+
+@triton.jit
+def _filter_target(call, round, i, GROUP: tl.constexpr, GRAIN: tl.constexpr, NUM: tl.constexpr):
+    if call.scratch.cuts is not None:
+        _filter(call, round, _target_row(call.inputs, round, i), GROUP, GRAIN, False, NUM)
+
+
+@triton.jit
+def _filter_draft(
+    call,
+    round,
+    i,
+    DRAFT_KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    GRAIN: tl.constexpr,
+    NUM: tl.constexpr,
+):
+    if call.scratch.cuts is not None and call.inputs.draft_logits is not None:
+        if DRAFT_KIND == "filtered_logits":
+            row = _draft_row(call.inputs, round, i)
+            if not _is_one_hot(call, row):
+                _filter(call, round, row, GROUP, GRAIN, True, NUM)
 
 
 # Launch 2
 
 
 @triton.jit
-def _is_one_hot(inputs, round, i, num_draft_rows):
-    row = _draft_row(inputs, round, i)
-    return (row < 0) | (row >= num_draft_rows)
-
-
-@triton.jit
-def _judged(
-    inputs, scratch, round, num_draft_rows, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr
-):
+def _judged(call, round, NUM: tl.constexpr):
     """How many drafts can be judged: those before the first bad id or row."""
+    inputs = call.inputs
     judged = 0
     fits = True
     while (judged < round.given) & fits:
         draft = _draft_id(inputs, round, judged)
-        fits = (draft >= 0) & (draft < inputs.vocab)
-        slot = _slot(inputs, round, judged, False)
-        fits = fits & _law(inputs, scratch, round, slot, -INF, NUM).is_finite
+        row = _target_row(inputs, round, judged)
+        fits = (draft >= 0) & (draft < inputs.vocab) & _law(call, round, row, -INF, NUM).is_finite
         if inputs.draft_logits is not None:
-            if not _is_one_hot(inputs, round, judged, num_draft_rows):
-                slot = _slot(inputs, round, judged, True)
-                is_finite = _law(inputs, scratch, round, slot, -INF, NUM).is_finite
-                fits = fits & is_finite
+            row = _draft_row(inputs, round, judged)
+            if not _is_one_hot(call, row):
+                fits = fits & _law(call, round, row, -INF, NUM).is_finite
         judged += fits.to(tl.int32)
     return judged
 
 
 @triton.jit
-def _draft_probability(
-    inputs, scratch, round, i, token, num_draft_rows, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr
-):
-    q = tl.full((), 1.0, tl.float64)
-    if inputs.draft_logits is not None:
-        if not _is_one_hot(inputs, round, i, num_draft_rows):
-            row = _draft_row(inputs, round, i)
-            if DRAFT_KIND == "probs":
-                q = tl.max(_draft_logits(inputs, row, token, True, 0.0, 1)).to(tl.float64)
-            else:
-                law = _draft_law(inputs, scratch, round, i, DRAFT_KIND, NUM)
-                q = _probability(inputs, round, law, i, row, token, True, NUM)
-    return q
+def _accept_uniform(inputs, round, i):
+    zero = tl.zeros((1,), tl.int32)
+    seed = tl.load(inputs.seeds + round.b)
+    w0, w1, _w2, _w3 = exact.philox(seed, _position(inputs, round, i), exact.ACCEPT, zero)
+    return tl.max(exact.uniform(w0, w1))
 
 
 @triton.jit
-def _filter_draft(
-    inputs,
-    scratch,
-    round,
-    i,
-    num_draft_rows,
-    DRAFT_KIND: tl.constexpr,
-    GRAIN: tl.constexpr,
-    NUM: tl.constexpr,
-):
+def _chances(call, round, i, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr):
+    """Draft i's probabilities under the target and under what it was drafted from."""
+    inputs = call.inputs
+    token = _draft_id(inputs, round, i).to(tl.int32)
+    row = _target_row(inputs, round, i)
+    law = _target_law(call, round, row, NUM)
+    p = _probability(inputs, round, row, law, token, False, NUM)
+    q = tl.full((), 1.0, tl.float64)
     if inputs.draft_logits is not None:
-        if DRAFT_KIND == "filtered_logits":
-            if not _is_one_hot(inputs, round, i, num_draft_rows):
-                row = _draft_row(inputs, round, i)
-                _filter(inputs, scratch, round, i, row, GRAIN, True, NUM)
+        row = _draft_row(inputs, round, i)
+        if not _is_one_hot(call, row):
+            if DRAFT_KIND == "probs":
+                lane = token + tl.zeros((1,), tl.int32)
+                q = tl.max(_draft_logits(inputs, row, lane, True, 0.0)).to(tl.float64)
+            else:
+                law = _draft_law(call, round, row, DRAFT_KIND, NUM)
+                q = _probability(inputs, round, row, law, token, True, NUM)
+    return p, q
+
+
+@triton.jit
+def _race_winner(call, round, i, PURPOSE: tl.constexpr, NUM: tl.constexpr):
+    """The reference's `Request.race`: each block's winner is known, unless a cut removed it."""
+    inputs, scratch = call.inputs, call.scratch
+    row = _target_row(inputs, round, i)
+    law = _target_law(call, round, row, NUM)
+    winner = law.best
+    if not law.is_point:
+        blocks = tl.arange(0, NUM)
+        inside = blocks < inputs.num_blocks
+        at = row.slot * inputs.num_blocks + blocks
+        scores = tl.load(scratch.scores + at, mask=inside, other=0.0)
+        lanes = tl.load(scratch.picks + at, mask=inside, other=0) >> LANE_BITS & (BLOCK - 1)
+        if scratch.winners is not None:
+            won = tl.load(scratch.winners + at, mask=inside, other=-INF)
+            again = ((won < law.cut) & (law.highest > -INF)).to(tl.int32)
+            if tl.max(again) > 0:
+                seed = tl.load(inputs.seeds + round.b)
+                position = _position(inputs, round, i)
+                for block in range(inputs.num_blocks):
+                    if _at(again, block, NUM) > 0:
+                        fractions = _fractions(inputs, round, row, law, block, False, NUM)
+                        score, lane = _race(fractions, seed, position, block * BLOCK, PURPOSE)
+                        scores = tl.where(blocks == block, score, scores)
+                        lanes = tl.where(blocks == block, lane, lanes)
+        scores *= law.scales
+        block = tl.min(tl.where(scores == tl.max(scores), blocks, NUM - 1))
+        winner = block * BLOCK + _at(lanes, block, NUM)
+    return winner
 
 
 @triton.jit
@@ -669,47 +915,74 @@ def _place(weights, uniform):
 
 
 @triton.jit
-def _accept_uniform(seed, position):
-    w0, w1, _w2, _w3 = exact.philox(seed, position, exact.ACCEPT, tl.zeros((1,), tl.int32))
-    return tl.max(exact.uniform(w0, w1))
-
-
-@triton.jit
-def _position(inputs, round, i):
-    return tl.load(inputs.positions + round.first_row + i).to(tl.int64) + 1
-
-
-@triton.jit
-def _race_winner(
-    inputs, scratch, round, law, i, seed, PURPOSE: tl.constexpr, NUM: tl.constexpr
+def _draw(
+    call,
+    round,
+    i,
+    is_rejected,
+    kept,
+    PURPOSE: tl.constexpr,
+    DRAFT_KIND: tl.constexpr,
+    NUM: tl.constexpr,
 ):
-    """The reference's `Request.race`: each block's winner is known, unless a cut removed it."""
-    winner = law.best
-    if not law.is_point:
-        blocks = tl.arange(0, NUM)
-        inside = blocks < inputs.num_blocks
-        at = _slot(inputs, round, i, False) * inputs.num_blocks + blocks
-        scores = tl.load(scratch.scores + at, mask=inside, other=0.0)
-        lanes = tl.load(scratch.picks + at, mask=inside, other=0)
-        lanes = (lanes >> LANE_BITS) & (BLOCK - 1)
-        if scratch.winners is not None:
-            won = tl.load(scratch.winners + at, mask=inside, other=-INF)
-            again = ((won < law.cut) & (law.highest > -INF)).to(tl.int32)
-            if tl.max(again) > 0:
-                position = _position(inputs, round, i)
-                for block in range(inputs.num_blocks):
-                    if _at(again, block, NUM) > 0:
-                        start = block * BLOCK
-                        fractions = _fractions(
-                            inputs, round, law, i, round.b, start, False, BLOCK, NUM
-                        )
-                        score, lane = _race(fractions, seed, position, start, PURPOSE)
-                        scores = tl.where(blocks == block, score, scores)
-                        lanes = tl.where(blocks == block, lane, lanes)
-        scores *= law.scales
-        block = tl.min(tl.where(scores == tl.max(scores), blocks, NUM - 1))
-        winner = block * BLOCK + _at(lanes, block, NUM)
-    return winner
+    """The token of row i: of what draft i leaves if it is rejected, and else of all the law."""
+    inputs = call.inputs
+    row = _target_row(inputs, round, i)
+    p = _target_law(call, round, row, NUM)
+    zero = tl.zeros((1,), tl.int32)
+    seed = tl.load(inputs.seeds + round.b)
+    w0, w1, w2, w3 = exact.philox(seed, _position(inputs, round, i), PURPOSE, zero)
+    for_block, for_lane = tl.max(exact.uniform(w0, w1)), tl.max(exact.uniform(w2, w3))
+
+    masses = p.masses
+    excluded = -1  # the draft, where it is one-hot
+    if is_rejected:
+        excluded = _draft_id(inputs, round, i).to(tl.int32)
+        weight = _weight_of(inputs, round, row, p, excluded, False, NUM)
+        is_there = tl.arange(0, NUM) == excluded // BLOCK
+        masses = _masses(p.sums - tl.where(is_there, weight, 0), p.scales)
+    if inputs.draft_logits is not None:
+        q_row, q = row, p  # not used, unless
+        has_q = False
+        if is_rejected:
+            q_row = _draft_row(inputs, round, i)
+            has_q = not _is_one_hot(call, q_row)
+            if has_q:
+                q = _draft_law(call, round, q_row, DRAFT_KIND, NUM)
+        p_unit, q_unit = _unit(p, kept), _unit(q, 1.0)
+        if has_q:
+            masses = _residual_masses(
+                inputs, round, row, p, p_unit, q_row, q, q_unit, DRAFT_KIND, NUM
+            )
+            has_q = tl.sum(masses) > 0
+
+    if tl.sum(masses) == 0:  # nothing is left
+        masses = p.masses
+        excluded = -1
+    block = _place(masses, for_block)
+    start = block * BLOCK
+    if inputs.draft_logits is not None:
+        if has_q:
+            weights = _residual_weights(
+                inputs, round, row, p, p_unit, q_row, q, q_unit, block, DRAFT_KIND, NUM
+            )
+        else:
+            weights = _weights(_fractions(inputs, round, row, p, block, False, NUM))
+            weights = tl.where(start + tl.arange(0, BLOCK) == excluded, 0, weights)
+    else:
+        weights = _weights(_fractions(inputs, round, row, p, block, False, NUM))
+        weights = tl.where(start + tl.arange(0, BLOCK) == excluded, 0, weights)
+    return start + _place(weights, for_lane)
+
+
+@triton.jit
+def _status(call, round, i, NUM: tl.constexpr):
+    blocks = tl.arange(0, NUM)
+    inside = blocks < call.inputs.num_blocks
+    at = _target_row(call.inputs, round, i).slot * call.inputs.num_blocks + blocks
+    bad = tl.max(tl.load(call.scratch.picks + at, mask=inside, other=0) >> (2 * LANE_BITS))
+    highest = tl.max(tl.load(call.scratch.highest + at, mask=inside, other=-INF))
+    return bad * NOT_FINITE + (highest == -INF).to(tl.int32) * NOTHING_ALLOWED
 
 
 @triton.jit(do_not_specialize=["num_draft_rows"])
@@ -723,118 +996,70 @@ def decide_kernel(
     METHOD: tl.constexpr,
     PURPOSE: tl.constexpr,
     DRAFT_KIND: tl.constexpr,
+    GROUP: tl.constexpr,
     TARGET_GRAIN: tl.constexpr,
     DRAFT_GRAIN: tl.constexpr,
     NUM: tl.constexpr,
 ):
-    """Grid (requests,): judge a request's drafts in turn, then draw the token after them.
-
-    NUM: num_blocks, rounded up to a power of two.
-    """
+    """Grid (requests,): judge a request's drafts in turn, then draw the token after them."""
+    call = Call(inputs, scratch, num_draft_rows)
     round = _round(inputs, tl.program_id(0).to(tl.int64))
-    seed = tl.load(inputs.seeds + round.b)
-    judged = _judged(inputs, scratch, round, num_draft_rows, DRAFT_KIND, NUM)
+    judged = _judged(call, round, NUM)
     accepted = 0
-    kept_there = tl.full((), 1.0, tl.float64)
-    filtered = 0  # target rows whose cut is known
+    kept_there = tl.full((), 1.0, tl.float64)  # block: what of p is compared with q
+    last = 0
+    goes_on = True
 
     if METHOD == "standard":
-        goes_on = True
-        while (accepted < judged) & goes_on:
-            if scratch.cuts is not None:
-                _filter(inputs, scratch, round, accepted, round.b, TARGET_GRAIN, False, NUM)
-                _filter_draft(
-                    inputs, scratch, round, accepted, num_draft_rows, DRAFT_KIND, DRAFT_GRAIN, NUM
-                )
-                filtered = accepted + 1
-            draft = _draft_id(inputs, round, accepted).to(tl.int32)
-            law = _target_law(inputs, scratch, round, accepted, NUM)
-            p = _probability(inputs, round, law, accepted, round.b, draft, False, NUM)
-            q = _draft_probability(
-                inputs, scratch, round, accepted, draft, num_draft_rows, DRAFT_KIND, NUM
-            )
-            u = _accept_uniform(seed, _position(inputs, round, accepted))
-            goes_on = u * q < p
+        while goes_on:
+            _filter_target(call, round, accepted, GROUP, TARGET_GRAIN, NUM)
+            goes_on = accepted < judged
+            if goes_on:
+                _filter_draft(call, round, accepted, DRAFT_KIND, GROUP, DRAFT_GRAIN, NUM)
+                p, q = _chances(call, round, accepted, DRAFT_KIND, NUM)
+                goes_on = _accept_uniform(inputs, round, accepted) * q < p
             accepted += goes_on.to(tl.int32)
-
-    if METHOD == "synthetic":
-        goes_on = True
-        while (accepted < judged) & goes_on:
-            u = _accept_uniform(seed, _position(inputs, round, accepted))
-            goes_on = u < tl.load(inputs.synthetic_rates + accepted).to(tl.float64)
-            accepted += goes_on.to(tl.int32)
-        if scratch.cuts is not None:
-            if accepted < judged:
-                _filter_draft(
-                    inputs, scratch, round, accepted, num_draft_rows, DRAFT_KIND, DRAFT_GRAIN, NUM
-                )
 
     if METHOD == "block":
         kept = tl.full((), 1.0, tl.float64)
-        if scratch.cuts is not None:
-            if judged > 0:
-                _filter(inputs, scratch, round, 0, round.b, TARGET_GRAIN, False, NUM)
-                _filter_draft(
-                    inputs, scratch, round, 0, num_draft_rows, DRAFT_KIND, DRAFT_GRAIN, NUM
-                )
-                filtered = 1
-        for i in range(1, judged + 1):
-            draft = _draft_id(inputs, round, i - 1).to(tl.int32)
-            law = _target_law(inputs, scratch, round, i - 1, NUM)
-            p = _probability(inputs, round, law, i - 1, round.b, draft, False, NUM)
-            q = _draft_probability(
-                inputs, scratch, round, i - 1, draft, num_draft_rows, DRAFT_KIND, NUM
-            )
-            ratio = kept * p / tl.where(q > 0, q, 1.0)
-            kept = tl.where(q > 0, tl.minimum(ratio, 1.0), (kept * p > 0).to(tl.float64))
-            passing = kept
+        for i in range(judged + 1):
+            _filter_target(call, round, i, GROUP, TARGET_GRAIN, NUM)
             if i < judged:
-                if scratch.cuts is not None:
-                    _filter(inputs, scratch, round, i, round.b, TARGET_GRAIN, False, NUM)
-                    _filter_draft(
-                        inputs, scratch, round, i, num_draft_rows, DRAFT_KIND, DRAFT_GRAIN, NUM
-                    )
-                    filtered = i + 1
-                if kept < 1:
-                    left = _residual_mass(
-                        inputs, scratch, round, i, kept, num_draft_rows, DRAFT_KIND, NUM
-                    )
+                _filter_draft(call, round, i, DRAFT_KIND, GROUP, DRAFT_GRAIN, NUM)
+            if i > 0:
+                p, q = _chances(call, round, i - 1, DRAFT_KIND, NUM)
+                ratio = kept * p / tl.where(q > 0, q, 1.0)
+                kept = tl.where(q > 0, tl.minimum(ratio, 1.0), (kept * p > 0).to(tl.float64))
+                passing = kept
+                if (i < judged) & (kept < 1):
+                    row = _target_row(inputs, round, i)
+                    left = _residual_mass(call, round, row, kept, DRAFT_KIND, NUM)
                     passing = left / (left + (1 - kept))
-            if _accept_uniform(seed, _position(inputs, round, i - 1)) < passing:
-                accepted = i
-                kept_there = kept
+                if _accept_uniform(inputs, round, i - 1) < passing:
+                    accepted = i
+                    kept_there = kept
 
     if METHOD == "coupled":
-        goes_on = True
-        last = 0
         while goes_on:
-            if scratch.cuts is not None:
-                _filter(inputs, scratch, round, accepted, round.b, TARGET_GRAIN, False, NUM)
-            law = _target_law(inputs, scratch, round, accepted, NUM)
-            last = _race_winner(inputs, scratch, round, law, accepted, seed, PURPOSE, NUM)
+            _filter_target(call, round, accepted, GROUP, TARGET_GRAIN, NUM)
+            last = _race_winner(call, round, accepted, PURPOSE, NUM)
             goes_on = accepted < judged
             if goes_on:
                 goes_on = last == _draft_id(inputs, round, accepted)
             accepted += goes_on.to(tl.int32)
-    else:
-        if scratch.cuts is not None:
-            if accepted >= filtered:
-                _filter(inputs, scratch, round, accepted, round.b, TARGET_GRAIN, False, NUM)
-        law = _target_law(inputs, scratch, round, accepted, NUM)
-        last = _draw(
-            inputs,
-            scratch,
-            round,
-            law,
-            accepted,
-            accepted < judged,
-            kept_there,
-            seed,
-            num_draft_rows,
-            PURPOSE,
-            DRAFT_KIND,
-            NUM,
-        )
+
+    if METHOD == "synthetic":
+        while (accepted < judged) & goes_on:
+            rate = tl.load(inputs.synthetic_rates + accepted).to(tl.float64)
+            goes_on = _accept_uniform(inputs, round, accepted) < rate
+            accepted += goes_on.to(tl.int32)
+        _filter_target(call, round, accepted, GROUP, TARGET_GRAIN, NUM)
+        if accepted < judged:
+            _filter_draft(call, round, accepted, DRAFT_KIND, GROUP, DRAFT_GRAIN, NUM)
+
+    if METHOD != "coupled":
+        is_rejected = accepted < judged
+        last = _draw(call, round, accepted, is_rejected, kept_there, PURPOSE, DRAFT_KIND, NUM)
 
     out = token_ids + round.b * (inputs.num_drafts + 1)
     for i in range(inputs.num_drafts + 1):
@@ -845,101 +1070,7 @@ def decide_kernel(
             token = last.to(tl.int64)
         tl.store(out + i, token)
     tl.store(num_accepted + round.b, accepted)
-    tl.store(status + round.b, _status(inputs, scratch, round, accepted, NUM))
-
-
-@triton.jit
-def _status(inputs, scratch, round, i, NUM: tl.constexpr):
-    blocks = tl.arange(0, NUM)
-    inside = blocks < inputs.num_blocks
-    at = _slot(inputs, round, i, False) * inputs.num_blocks + blocks
-    bad = tl.max(tl.load(scratch.picks + at, mask=inside, other=0) >> (2 * LANE_BITS))
-    highest = tl.max(tl.load(scratch.highest + at, mask=inside, other=-INF))
-    return bad * NOT_FINITE + (highest == -INF).to(tl.int32) * NOTHING_ALLOWED
-
-
-@triton.jit
-def _residual_mass(
-    inputs, scratch, round, i, kept, num_draft_rows, DRAFT_KIND: tl.constexpr, NUM: tl.constexpr
-):
-    """The reference's `residual_mass` of row i and draft i."""
-    p = _target_law(inputs, scratch, round, i, NUM)
-    draft = _draft_id(inputs, round, i).to(tl.int32)
-    left = kept * (1 - _probability(inputs, round, p, i, round.b, draft, False, NUM))
-    if inputs.draft_logits is not None:
-        if not _is_one_hot(inputs, round, i, num_draft_rows):
-            row = _draft_row(inputs, round, i)
-            q = _draft_law(inputs, scratch, round, i, DRAFT_KIND, NUM)
-            p_unit, q_unit = _unit(p, kept), _unit(q, 1.0)
-            masses = _residual_masses(
-                inputs, round, p, p_unit, q, q_unit, i, row, DRAFT_KIND, NUM
-            )
-            left = tl.sum(masses).to(tl.float64) * (1 / WHOLE)
-    return left
-
-
-@triton.jit
-def _draw(
-    inputs,
-    scratch,
-    round,
-    p,
-    i,
-    is_rejected,
-    kept,
-    seed,
-    num_draft_rows,
-    PURPOSE: tl.constexpr,
-    DRAFT_KIND: tl.constexpr,
-    NUM: tl.constexpr,
-):
-    """The token of row i: of what draft i leaves if it is rejected, and else of all the law p."""
-    zero = tl.zeros((1,), tl.int32)
-    w0, w1, w2, w3 = exact.philox(seed, _position(inputs, round, i), PURPOSE, zero)
-    for_block, for_lane = tl.max(exact.uniform(w0, w1)), tl.max(exact.uniform(w2, w3))
-
-    blocks = tl.arange(0, NUM)
-    masses = p.masses
-    excluded = -1  # the draft, where it is one-hot
-    if is_rejected:
-        excluded = _draft_id(inputs, round, i).to(tl.int32)
-        x = _fractions(inputs, round, p, i, round.b, excluded, False, 1, NUM)
-        is_there = blocks == excluded // BLOCK
-        sums = p.sums - tl.where(is_there, tl.max(_weights(x)), 0)
-        masses = _masses(sums, p.scales)
-    if inputs.draft_logits is not None:
-        draft_row = round.b
-        has_q = False
-        if is_rejected:
-            has_q = not _is_one_hot(inputs, round, i, num_draft_rows)
-        q = p
-        if has_q:
-            q = _draft_law(inputs, scratch, round, i, DRAFT_KIND, NUM)
-        p_unit, q_unit = _unit(p, kept), _unit(q, 1.0)
-        if has_q:
-            draft_row = _draft_row(inputs, round, i)
-            masses = _residual_masses(
-                inputs, round, p, p_unit, q, q_unit, i, draft_row, DRAFT_KIND, NUM
-            )
-            has_q = tl.sum(masses) > 0
-
-    if tl.sum(masses) == 0:  # nothing is left
-        masses = p.masses
-        excluded = -1
-    block = _place(masses, for_block)
-    start = block * BLOCK
-    if inputs.draft_logits is not None:
-        if has_q:
-            weights = _residual_weights(
-                inputs, round, p, p_unit, q, q_unit, i, draft_row, block, DRAFT_KIND, NUM
-            )
-        else:
-            weights = _weights(_fractions(inputs, round, p, i, round.b, start, False, BLOCK, NUM))
-            weights = tl.where(start + tl.arange(0, BLOCK) == excluded, 0, weights)
-    else:
-        weights = _weights(_fractions(inputs, round, p, i, round.b, start, False, BLOCK, NUM))
-        weights = tl.where(start + tl.arange(0, BLOCK) == excluded, 0, weights)
-    return start + _place(weights, for_lane)
+    tl.store(status + round.b, _status(call, round, accepted, NUM))
 
 
 def verify(
@@ -980,6 +1111,9 @@ def verify(
 
     vocab = logits.shape[1]
     num_blocks = triton.cdiv(vocab, BLOCK.value)
+    num = triton.next_power_of_2(num_blocks)
+    group = max(32, num * BLOCK.value // 8192)  # a row's 8192 groups fit the registers
+    per_block = BLOCK.value // group
     num_slots = num_drafts + 1 + (num_drafts if draft_logits is not None else 0)
     penalties = None
     if penalty_rows is not None:
@@ -1028,18 +1162,26 @@ def verify(
         scores=scratch_of(torch.float32, num_blocks) if races else None,
         winners=scratch_of(torch.float32, num_blocks) if races and is_filtered else None,
         cuts=scratch_of(torch.float32) if is_filtered else None,
+        groups=scratch_of(torch.float32, num_blocks * per_block) if is_filtered else None,
+        candidates=scratch_of(torch.int32, per_block) if is_filtered else None,
     )
     num_draft_rows = 0 if draft_logits is None else draft_logits.shape[0]
-    strings = {
+    constants = {
         "METHOD": method,
         "PURPOSE": definition.STREAMS[stream],
         "DRAFT_KIND": draft_kind,
+        "GROUP": group,
     }
-    # A float32 sum of bias or penalties has no spare bits in its key.
+    # Bias and penalties leave no low bits of a logit 0.
     is_changed = bias_ids is not None or penalties is not None
+    is_heavy = is_changed or races
     with torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext():
         reduce_blocks_kernel[(num_requests * num_slots * num_blocks,)](
-            inputs, scratch, num_draft_rows, **strings, **_REDUCE_CONFIG
+            inputs,
+            scratch,
+            num_draft_rows,
+            **constants,
+            **(_REDUCE_HEAVY_CONFIG if is_heavy else _REDUCE_CONFIG),
         )
         decide_kernel[(num_requests,)](
             inputs,
@@ -1048,20 +1190,24 @@ def verify(
             num_accepted,
             status,
             num_draft_rows,
-            **strings,
+            **constants,
             TARGET_GRAIN=0 if is_changed else _GRAINS[logits.dtype],
             DRAFT_GRAIN=0 if draft_logits is None else _GRAINS[draft_logits.dtype],
-            NUM=triton.next_power_of_2(num_blocks),
+            NUM=num,
             **_DECIDE_CONFIG,
         )
     return token_ids, num_accepted, status
 
 
 # Fixed, no autotuning on the serving path. Decisions must not depend on a compiler's fusing.
-# 4 warps: 32 lanes a thread, four 16-byte loads of bfloat16 in flight, and no spills.
-_REDUCE_CONFIG = {"num_warps": 4, "enable_fp_fusion": False}
-# 8 warps: one program works alone on a request, and its int64 cumulative sum of a block fits.
-_DECIDE_CONFIG = {"num_warps": 8, "enable_fp_fusion": False}
+# Registers are for sm_90; the limits keep ptxas from spilling a few bytes for more occupancy.
+_EXACT = {"enable_fp_fusion": False}
+# 4096 lanes on 4 warps: four 16-byte loads of bfloat16 a thread, 60 to 80 registers.
+_REDUCE_CONFIG = _EXACT | {"num_warps": 4}
+# Philox and penalties need three times the registers a lane: fewer lanes a thread.
+_REDUCE_HEAVY_CONFIG = _EXACT | {"num_warps": 8, "maxnreg": 160}
+# One program works alone on a request: wide, and at home on an SM.
+_DECIDE_CONFIG = _EXACT | {"num_warps": 8, "maxnreg": 255}
 
 _GRAINS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero bits of a `_key`
 
