@@ -752,10 +752,13 @@ int64_t draw(const VerifyParams& p, const VerifyWorkspace& w, const Law& law, co
 
 // Decisions.
 
-double accept_uniform(const VerifyParams& p, const Law& law) {
+// Whether draft i's coin falls on its side, which it does with probability ours / theirs. Coins are
+// numbered within the round, which is known by the request's first row.
+bool accepts(const VerifyParams& p, const Law& first_row, int64_t i, double ours, double theirs) {
   uint32_t random[4];
-  philox(seed_of(p, law), position_of(p, law), static_cast<uint32_t>(Purpose::accept), 0, random);
-  return uniform(random[0], random[1]);
+  philox(seed_of(p, first_row), position_of(p, first_row), static_cast<uint32_t>(Purpose::accept),
+         static_cast<uint32_t>(i), random);
+  return uniform(random[0], random[1]) * theirs < ours;
 }
 
 int64_t winner_of(const VerifyWorkspace& w, const Law& law) {
@@ -793,7 +796,7 @@ void judge_block(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int
       const double left = residual_mass(p, w, rows[i], *draft, kept);
       passing = left / (left + (1 - kept));
     }
-    if (accept_uniform(p, rows[i - 1]) < passing) {
+    if (accepts(p, rows[0], i - 1, passing, 1)) {
       progress.accepted = i;
       progress.kept_there = kept;
     }
@@ -812,7 +815,8 @@ void judge_block(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int
 }
 
 void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i) {
-  Law& law = w.targets[first_row(p, b) + i];
+  Law* rows = w.targets + first_row(p, b);
+  Law& law = rows[i];
   settle(p, w, law);
   Draft given{};
   const Draft* draft = nullptr;  // if it can be judged
@@ -824,7 +828,7 @@ void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, i
   switch (p.method) {
     case Method::standard:
       if (draft &&
-          accept_uniform(p, law) * probability(p, *draft) < probability(p, law, draft->token))
+          accepts(p, rows[0], i, probability(p, law, draft->token), probability(p, *draft)))
         return;
       return finish(p, w, b, i, draw(p, w, law, draft, 1));
     case Method::block:
@@ -835,7 +839,7 @@ void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, i
       return finish(p, w, b, i, winner);
     }
     case Method::synthetic:
-      if (draft && accept_uniform(p, law) < p.synthetic_rates[i]) return;
+      if (draft && accepts(p, rows[0], i, p.synthetic_rates[i], 1)) return;
       return finish(p, w, b, i, draw(p, w, law, draft, 1));
   }
 }
