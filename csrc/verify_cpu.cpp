@@ -1,6 +1,7 @@
 // Host side of the verify op on CPU; contract and reference: mtp_kernels/ops/verify.py.
 #include "verify_cpu.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>

@@ -9,8 +9,8 @@ namespace {
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLowest = -__FLT_MAX__;
 constexpr float kGreedyBelow = 1e-5f;
-constexpr int kOne = 40;    // a block's heaviest lane weighs 2^40
-constexpr int kWhole = 52;  // residuals are counted in 2^-52 of the whole distribution
+constexpr int kOne = 40;           // a block's heaviest lane weighs 2^40
+constexpr float kWhole = 0x1p52f;  // what a residual of the whole distribution weighs
 constexpr int32_t kNotFinite = 1, kNothingAllowed = 2;  // bits of status
 
 static_assert(kBlock % kChunk == 0 && kChunk % (4 * Vec::kLanes) == 0);
@@ -541,6 +541,11 @@ int64_t first_lane_of(const VerifyParams& p, const Law& law, int64_t block, floa
   return block * kBlock + lane;
 }
 
+// A block's or lane's weight in the unit of the row.
+int64_t mass_of(int64_t weight, float scale) {
+  return static_cast<int64_t>(static_cast<double>(weight) * static_cast<double>(scale));
+}
+
 // Completes a law whose blocks have been scanned.
 void settle(const VerifyParams& p, const VerifyWorkspace& w, Law& law) {
   bool is_finite = true;
@@ -571,8 +576,7 @@ void settle(const VerifyParams& p, const VerifyWorkspace& w, Law& law) {
       if (is_kept && law.chunks)
         with_block(p, law, i, [&](const auto* x) { measure(p, law, i, x, law.cut); });
       block.scale = is_kept ? scales[i - begin] : 0;
-      block.mass = static_cast<int64_t>(static_cast<double>(block.weight) *
-                                        static_cast<double>(block.scale));
+      block.mass = mass_of(block.weight, block.scale);
       law.total += block.mass;
     }
   }
@@ -589,10 +593,6 @@ int64_t weight_of(const VerifyParams& p, const Law& law, int64_t token) {
   if (!(value >= law.cut)) return 0;
   const float highest = law.blocks[token / kBlock].highest;
   return static_cast<int64_t>(first(exp2<kOne>(broadcast((value - highest) * law.scale))));
-}
-
-int64_t mass_of(int64_t weight, float scale) {
-  return static_cast<int64_t>(static_cast<double>(weight) * static_cast<double>(scale));
 }
 
 double probability(const VerifyParams& p, const Law& law, int64_t token) {
@@ -616,7 +616,8 @@ void weights_of(const VerifyParams& p, const Law& law, int64_t block, int64_t* t
 // What `kept` times a lane's probability is to its fraction.
 float factor_of(const Law& law, int64_t block, double kept) {
   if (law.point >= 0) return law.point / kBlock == block ? static_cast<float>(kept) : 0;
-  return static_cast<float>(kept * static_cast<double>(law.blocks[block].scale) * 0x1p40 /
+  return static_cast<float>(kept * static_cast<double>(law.blocks[block].scale) *
+                            static_cast<double>(int64_t{1} << kOne) /
                             static_cast<double>(law.total));
 }
 
@@ -664,7 +665,7 @@ int64_t residual_weights(const VerifyParams& p, const Law& law, const Law& q, do
                          int64_t block, int64_t* to) {
   const int64_t n = lanes_of(p, block);
   int64_t padded = (n + Vec::kLanes - 1) / Vec::kLanes * Vec::kLanes;
-  if (factor_of(law, block, kept) < 0x1p-52f) {  // all of them round to 0
+  if (factor_of(law, block, kept) < 1 / kWhole) {  // all of them round to 0
     for (int64_t i = 0; i < padded; ++i) to[i] = 0;
     return 0;
   }
@@ -682,7 +683,7 @@ int64_t residual_weights(const VerifyParams& p, const Law& law, const Law& q, do
   Longs total = truncated(zero());
   for (int64_t i = 0; i < padded; i += Vec::kLanes) {
     const Vec left = max(load(ours + i) - load(theirs + i), zero());
-    const Longs weights = truncated(left * broadcast(0x1p52f));
+    const Longs weights = truncated(left * broadcast(kWhole));
     store(to + i, weights);
     total = total + weights;
   }
@@ -712,7 +713,8 @@ double residual_mass(const VerifyParams& p, const VerifyWorkspace& w, const Law&
                      const Draft& q, double kept) {
   if (!q.law) return kept * (1 - probability(p, law, q.token));
   int64_t* masses = w.residual_masses + law.request * w.blocks;
-  return static_cast<double>(residual_masses(p, w, law, &q, kept, masses)) * 0x1p-52;
+  return static_cast<double>(residual_masses(p, w, law, &q, kept, masses)) /
+         static_cast<double>(kWhole);
 }
 
 int64_t place(const int64_t* weights, int64_t total, double uniform) {
@@ -752,13 +754,13 @@ int64_t draw(const VerifyParams& p, const VerifyWorkspace& w, const Law& law, co
 
 // Decisions.
 
-// The coin of request b's draft i. Coins are numbered within the round, known by its first row.
-double accept_uniform(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i) {
-  const Law& first = w.targets[first_row(p, b)];
+// Whether draft i's coin falls on its side, which it does with probability ours / theirs. Coins are
+// numbered within the round, which is known by the request's first row.
+bool accepts(const VerifyParams& p, const Law& first_row, int64_t i, double ours, double theirs) {
   uint32_t random[4];
-  philox(seed_of(p, first), position_of(p, first), static_cast<uint32_t>(Purpose::accept),
+  philox(seed_of(p, first_row), position_of(p, first_row), static_cast<uint32_t>(Purpose::accept),
          static_cast<uint32_t>(i), random);
-  return uniform(random[0], random[1]);
+  return uniform(random[0], random[1]) * theirs < ours;
 }
 
 int64_t winner_of(const VerifyWorkspace& w, const Law& law) {
@@ -796,7 +798,7 @@ void judge_block(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int
       const double left = residual_mass(p, w, rows[i], *draft, kept);
       passing = left / (left + (1 - kept));
     }
-    if (accept_uniform(p, w, b, i - 1) < passing) {
+    if (accepts(p, rows[0], i - 1, passing, 1)) {
       progress.accepted = i;
       progress.kept_there = kept;
     }
@@ -815,7 +817,8 @@ void judge_block(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int
 }
 
 void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, int64_t i) {
-  Law& law = w.targets[first_row(p, b) + i];
+  Law* rows = w.targets + first_row(p, b);
+  Law& law = rows[i];
   settle(p, w, law);
   Draft given{};
   const Draft* draft = nullptr;  // if it can be judged
@@ -827,7 +830,7 @@ void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, i
   switch (p.method) {
     case Method::standard:
       if (draft &&
-          accept_uniform(p, w, b, i) * probability(p, *draft) < probability(p, law, draft->token))
+          accepts(p, rows[0], i, probability(p, law, draft->token), probability(p, *draft)))
         return;
       return finish(p, w, b, i, draw(p, w, law, draft, 1));
     case Method::block:
@@ -838,7 +841,7 @@ void judge_request(const VerifyParams& p, const VerifyWorkspace& w, int64_t b, i
       return finish(p, w, b, i, winner);
     }
     case Method::synthetic:
-      if (draft && accept_uniform(p, w, b, i) < p.synthetic_rates[i]) return;
+      if (draft && accepts(p, rows[0], i, p.synthetic_rates[i], 1)) return;
       return finish(p, w, b, i, draw(p, w, law, draft, 1));
   }
 }
