@@ -156,7 +156,8 @@ def sample(
     """One token per row, [B] int64: `verify` without drafts.
 
     logits: [B, V]; positions: [B]; see `verify` for both and for errors.
-    stream: random numbers; drafts are sampled with "draft", for `coupled` with "target".
+    stream: random numbers; drafts are sampled with "draft" and `round_seeds`, for `coupled` with
+        "target" and the request's seeds.
     """
     num_rows = logits.shape[0]
     token_ids, _, _ = torch.ops.mtp_kernels.verify(
@@ -173,13 +174,13 @@ def sample(
 
 
 def round_seeds(seeds: Tensor, first_positions: Tensor) -> Tensor:
-    """Seeds of one round of a request whose rounds must not share random numbers, [B] int64.
+    """Seeds to sample the drafts of one round with, [B] int64; not for `coupled`.
 
-    `block` looks at the random numbers of positions behind the one where it stops; with the same
-    seed, the next round would find them conditioned on that look, and the text would be biased.
-    (`standard` looks at none, and `coupled` lives from looking at the same ones again.)
+    `block` looks at drafts behind the place where it stops. Drafted again with the same random
+    numbers in the next round, these positions would be conditioned on that look, and the text
+    biased.
 
-    seeds: [B] int64; first_positions: [B], the position of each request's first row.
+    seeds: [B] int64; first_positions: [B], of the rows that will judge the first drafts.
     """
     return seeds + first_positions.long() * 0x1E3779B97F4A7C15
 

@@ -1,5 +1,7 @@
 """The API over the verify op: what it adds to the op."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import VERIFY_ROWS, VerifyRow, verify_inputs
@@ -59,11 +61,12 @@ def _two_rounds(p: Tensor, q: Tensor, count: int, fresh_seeds: bool) -> Tensor:
     length = torch.zeros(count, dtype=torch.int64)
     while (todo := (length < 2).nonzero()[:, 0]).numel():
         num, first = todo.numel(), length[todo]
+        sampling = Sampling(temperature=torch.ones(num), seeds=todo)
         seeds = verification.round_seeds(todo, first) if fresh_seeds else todo
-        sampling = Sampling(temperature=torch.ones(num), seeds=seeds)
+        drafting = replace(sampling, seeds=seeds)
         law, draft_law = p.log().expand(3 * num, -1), q.log().expand(2 * num, -1)
         ids = [
-            verification.sample(draft_law[:num], first + i, sampling, stream="draft")
+            verification.sample(draft_law[:num], first + i, drafting, stream="draft")
             for i in range(num_drafts)
         ]
         verified = verification.verify(
@@ -83,10 +86,10 @@ def _two_rounds(p: Tensor, q: Tensor, count: int, fresh_seeds: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("fresh_seeds", [True, False])
-def test_rounds_of_block_need_seeds_of_their_own(fresh_seeds: bool) -> None:
+def test_drafts_for_block_need_seeds_per_round(fresh_seeds: bool) -> None:
     """The second token's chi-square against p; 27.6 is exceeded once in 1e6 by chance."""
     p, q = torch.tensor([0.18, 0.47, 0.35]), torch.tensor([0.25, 0.03, 0.72])
-    count = 3000
+    count = 200_000
     second = _two_rounds(p, q, count, fresh_seeds)[:, 1].bincount(minlength=3)
     statistic = float(((second - count * p) ** 2 / (count * p)).sum())
     assert (statistic < 27.6) is fresh_seeds, statistic

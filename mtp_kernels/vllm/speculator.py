@@ -199,7 +199,7 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             return verification.sample(logits, positions, sampling, method="coupled")
         logits = logits.to(self.draft_logits.dtype)  # the verifier must see the very same ones
         self.draft_logits[state, step] = logits
-        if self._method == "block":
-            seeds = verification.round_seeds(sampling.seeds, first_positions)
-            sampling = replace(sampling, seeds=seeds)
-        return verification.sample(logits, positions, sampling, stream="draft")
+        seeds = verification.round_seeds(sampling.seeds, first_positions)
+        return verification.sample(
+            logits, positions, replace(sampling, seeds=seeds), stream="draft"
+        )

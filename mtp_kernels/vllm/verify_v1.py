@@ -119,8 +119,10 @@ class Rounds:
         positions = first_positions + step
         if self.method == "coupled":
             return verification.sample(logits, positions, sampling, method="coupled")
-        sampling = self._with_round_seeds(sampling, first_positions)
-        return verification.sample(logits, positions, sampling, stream="draft")
+        seeds = verification.round_seeds(sampling.seeds, first_positions)
+        return verification.sample(
+            logits, positions, replace(sampling, seeds=seeds), stream="draft"
+        )
 
     def has_custom_processors(self, metadata: SamplingMetadata) -> bool:
         """Whether logits go through the user's code, which only vLLM's own sampler runs."""
@@ -154,7 +156,7 @@ class Rounds:
             cu_rows,
             positions,
             drafts,
-            self._with_round_seeds(sampling, positions[cu_rows[:-1]]),
+            sampling,
             allowed_mask=mask,
             method=self.method,
             synthetic_rates=rates,
@@ -164,11 +166,6 @@ class Rounds:
         if with_processed:
             processed = verification.processed_logits(logits, cu_rows, drafts.ids, sampling, mask)
         return verified, processed
-
-    def _with_round_seeds(self, sampling: Sampling, first_positions: Tensor) -> Sampling:
-        if self.method != "block":
-            return sampling
-        return replace(sampling, seeds=verification.round_seeds(sampling.seeds, first_positions))
 
     def _is_warm_up(self, metadata: SamplingMetadata) -> bool:
         """Whether vLLM is trying its samplers out, for no request."""

@@ -123,15 +123,12 @@ def _decide(
         sampler.thinking_budget_state.apply(logits, context)
     else:
         sampling = _with_bias_and_penalties(sampler, sampling, context, logits.shape[1])
-    seeds = sampling.seeds
-    if method == "block":
-        seeds = verification.round_seeds(seeds, context.pos[cu_rows[:-1]])
     verified = verification.verify(
         logits,
         cu_rows,
         context.pos,
         drafts,
-        replace(sampling, seeds=seeds),
+        sampling,
         method=method,
         synthetic_rates=rates,
     )
