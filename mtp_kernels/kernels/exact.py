@@ -62,7 +62,7 @@ def log(x):
 def exp2(y):
     """`2^y` for y <= 0, fp32; held at 2^-64 below, and for NaN."""
     y = tl.maximum(y, _LOWEST_EXPONENT)
-    n = tl.floor(y + 0.5)
+    n = tl.floor(y + 0.5)  # which flushes denormals on a GPU; this sum is none
     r = y - n
     mantissa = 1 + r * _polynomial(_EXP2, 6, r)
     return (mantissa.to(tl.int32, bitcast=True) + (n.to(tl.int32) << 23)).to(

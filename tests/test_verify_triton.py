@@ -1,0 +1,379 @@
+"""verify's Triton kernels: run in Triton's interpreter, and compiled (not run) for three GPUs.
+
+Both happen in processes of their own, which are this file with arguments: the interpreter must be
+chosen before triton is imported, and compiling needs a driver that pretends to be a GPU.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cases
+import interpreter
+import pytest
+import test_exact
+import torch
+from cases import BF16, FP16, FP32, VerifyRow
+from torch import Tensor
+
+from mtp_kernels.ops import _declare
+from mtp_kernels.ops import verify as op
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+exact = pytest.importorskip("mtp_kernels.kernels.exact")
+
+ARCHS = (80, 90, 100)
+
+
+def here(*arguments: object, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, __file__, *map(str, arguments)]
+    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)
+
+
+def row(
+    id: str, dtype: torch.dtype, shape: tuple[int, int, int], features: str = "", **options: Any
+) -> VerifyRow:
+    return VerifyRow(id, dtype, *shape, frozenset(features.split()), options)
+
+
+FILTERS = cases.FILTER_FEATURES
+EVERYTHING = f"{cases.ALL_FEATURES} draft_logits draft_rows padded"
+
+# Beside the shared rows: every method with every kind of draft, vocabularies around a block.
+ROWS = [
+    *(
+        row(f"{method}-{kind}-{vocab}", dtype, (5, 3, vocab), features, **options)
+        for method in op.METHODS
+        for kind, vocab, dtype, features in [
+            ("logits", 4097, BF16, "draft_logits ties bad_drafts"),
+            ("logits", 33, FP16, f"{EVERYTHING} ties strided"),
+            ("filtered_logits", 8193, BF16, f"{FILTERS} draft_logits ties int32"),
+            ("filtered_logits", 7, FP32, EVERYTHING),
+            ("probs", 1, BF16, EVERYTHING),
+            ("probs", 4097, FP32, f"{FILTERS} draft_logits bad_rows draft_rows"),
+        ]
+        for options in [{"method": method, "draft_kind": kind}]
+    ),
+    row("no-drafts-coupled", BF16, (4, 0, 8193), FILTERS, method="coupled", stream="draft"),
+    row("no-drafts-but-logits", BF16, (4, 0, 33), "draft_logits", draft_kind="probs"),
+    row("two-sizes-of-groups", BF16, (2, 1, 262_145), "top_k top_p draft_logits"),
+]
+
+
+def many_above_the_cut() -> dict[str, dict[str, Any]]:
+    """Filters that keep more lanes than the second launch gathers: it reads the rows again."""
+    found = {}
+    settings = {
+        "top_k": ([300, 1000, 4000, 9000], None, None),
+        "top_p": (None, [0.5, 0.9, 0.99, 1 - 2**-24], None),
+        "min_p": (None, None, [1e-2, 1e-3, 1e-6, 1.0]),
+        "all": ([4000, 500, 0, 8000], [0.99, 1.0, 0.95, 0.5], [1e-6, 0.0, 1e-4, 1e-9]),
+    }
+    for name, (top_k, top_p, min_p) in settings.items():
+        for dtype in (BF16, FP16, FP32):
+            gen = torch.Generator().manual_seed(len(found))
+            logits = torch.randn(8, 8193, generator=gen)
+            logits[:, :4096] -= 20 * (name == "all")  # a block with little
+            logits[1] = 2.5  # all tied
+            logits[3] = logits[3].round()
+            logits[5, 100:] = -torch.inf
+            found[f"many-{name}-{dtype}"] = {
+                "logits": logits.to(dtype),
+                "draft_ids": torch.randint(0, 8193, (4, 1), generator=gen),
+                "cu_rows": torch.arange(0, 9, 2),
+                "positions": torch.arange(8),
+                "temperature": torch.tensor([1.0, 0.5, 3.0, 1.5]),
+                "seeds": torch.arange(4),
+                "top_k": None if top_k is None else torch.tensor(top_k),
+                "top_p": None if top_p is None else torch.tensor(top_p),
+                "min_p": None if min_p is None else torch.tensor(min_p),
+                "method": "coupled" if dtype == FP16 else "standard",
+            }
+    return found
+
+
+def on_the_edge() -> dict[str, dict[str, Any]]:
+    """Rows two gibibytes apart, signed zeros, and temperatures at the border of greedy."""
+    x = torch.randn(4, 70, generator=torch.Generator().manual_seed(3))
+    base = {
+        "draft_ids": torch.tensor([[3], [5]]),
+        "cu_rows": torch.tensor([0, 2, 4]),
+        "positions": torch.tensor([0, 1, 2**31 - 2, 2**31 - 1]),
+        "temperature": torch.tensor([0.8, 1.2]),
+        "seeds": torch.tensor([-1, 2**63 - 1]),
+    }
+    stride = 2**31 + 16
+    far = torch.empty(3 * stride + 70, dtype=BF16).as_strided((4, 70), (stride, 1))
+    far.copy_(x)
+    zeros = x.sign() * 0.0
+    border = torch.tensor([1e-5, 1e-5]).nextafter(torch.tensor([0.0, 1.0]))
+    filters = {"top_k": torch.tensor([1, 40]), "top_p": torch.tensor([0.3, 0.9])}
+    return {
+        "far-rows": base | {"logits": far},
+        "signed-zeros": base | {"logits": zeros} | filters,
+        "border-of-greedy": base | {"logits": x, "temperature": border},
+        "hot": base | {"logits": x, "temperature": torch.tensor([3e38, 1e30])},
+        "large": base | {"logits": x * 3e38, "temperature": torch.tensor([1e-5, 1.0])} | filters,
+    }
+
+
+def all_inputs() -> Iterator[tuple[str, dict[str, Any]]]:
+    for row in ROWS:
+        yield row.id, cases.verify_inputs(row)
+    for row in cases.VERIFY_ROWS:
+        for seed in (1, 2):
+            yield f"{row.id}-{seed}", cases.verify_inputs(row, seed)
+    yield from many_above_the_cut().items()
+    yield from on_the_edge().items()
+
+
+# The interpreter
+
+
+@triton.jit
+def exact_kernel(y, exp2, x, log, words, exponential, Y: tl.constexpr, X: tl.constexpr):
+    ys, xs = tl.arange(0, Y), tl.arange(0, X)
+    tl.store(exp2 + ys, exact.exp2(tl.load(y + ys)))
+    tl.store(log + xs, exact.log(tl.load(x + xs)))
+    tl.store(exponential + ys, exact.exponential(tl.load(words + ys).to(tl.uint32)))
+
+
+@triton.jit
+def philox_kernel(seed, position, lane, PURPOSE: tl.constexpr, out):
+    words = exact.philox(tl.load(seed), tl.load(position), PURPOSE, tl.load(lane))
+    for i in tl.static_range(4):
+        tl.store(out + i, words[i].to(tl.int64))
+
+
+def interpret(file: Path) -> None:
+    """Outputs of the launcher for all inputs, and of the exact functions for the shared table."""
+    from mtp_kernels.kernels.verify import verify
+
+    interpreter.quicken()
+
+    def padded(values: Tensor, fill: float) -> Tensor:
+        return torch.cat([values, values.new_full((256 - values.numel(),), fill)])
+
+    table = test_exact.make_table()
+    y = padded(test_exact.floats_of(table["exp2"][0]), 0.0)
+    x = padded(test_exact.floats_of(table["log"][0]), 1.0)
+    words = padded(torch.tensor(table["exponential"][0]), 0)
+    exp2, log, exponential = torch.empty(3, 256)
+    exact_kernel[(1,)](y, exp2, x, log, words, exponential, Y=256, X=256)
+    philox = []
+    for seed, position, purpose, lane, _ in table["philox"]:
+        out = torch.empty(4, dtype=torch.int64)
+        lanes = torch.tensor(lane, dtype=torch.int32)
+        philox_kernel[(1,)](
+            torch.tensor(seed), torch.tensor(position), lanes, PURPOSE=purpose, out=out
+        )
+        philox.append(out.tolist())
+    outputs = {name: verify(**inputs) for name, inputs in all_inputs()}
+    # What a CUDA tensor takes through the dispatcher.
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    inputs = cases.verify_inputs(cases.VERIFY_ROWS[2])
+    dispatched = op.OP.redispatch(cuda, **inputs)
+    torch.save(
+        {
+            "outputs": outputs,
+            "dispatched": dispatched,
+            "exact": {"exp2": exp2, "log": log, "exponential": exponential},
+            "philox": philox,
+        },
+        file,
+    )
+
+
+@pytest.fixture(scope="module")
+def compiling(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.Popen]:
+    """Started beside the interpreter, one architecture after the other."""
+    file = tmp_path_factory.mktemp("compiled") / "kernels.pt"
+    return file, here("compile", file)
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory, compiling: Any) -> dict[str, Any]:
+    file = tmp_path_factory.mktemp("triton") / "outputs.pt"
+    assert here("interpret", file, TRITON_INTERPRET="1").wait(timeout=600) == 0
+    return torch.load(file)
+
+
+def test_equals_the_reference(interpreted: dict[str, Any]) -> None:
+    """All integers of a few hundred requests."""
+    requests, different = 0, []
+    for name, inputs in all_inputs():
+        with cases.threads(1):
+            want = op.verify(**inputs)
+        got = interpreted["outputs"][name]
+        requests += want[0].shape[0]
+        for g, w in zip(got, want, strict=True):
+            assert g.dtype == w.dtype and g.shape == w.shape, name
+        if not all(torch.equal(g, w) for g, w in zip(got, want, strict=True)):
+            different.append(name)
+    assert different == []
+    assert requests >= 300
+
+
+def test_exact_functions_have_the_reference_bits(interpreted: dict[str, Any]) -> None:
+    table = test_exact.make_table()
+    for name, got in interpreted["exact"].items():
+        want = table[name][1]
+        assert test_exact.bits_of(got[: len(want)]) == want, name
+    assert interpreted["philox"] == [words for *_, words in table["philox"]]
+
+
+# Compiled, not run
+
+
+# Fused, approximate or flushing; floor, which is cvt.rmi.ftz, never meets a denormal here.
+INEXACT = r"^\s*(?:@\S+ )?(?:fma|ex2|lg2|rcp|\w+\.\S*(?:approx|full)|(?!cvt\.rmi)\w+\.\S*ftz)\b"
+
+
+def compile_all(file: Path) -> None:
+    """What ptxas made of both kernels, launched by the launcher, in serving configurations."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from mtp_kernels.kernels import verify as kernels
+
+    class PretendedGpu:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", arch, 32)
+
+        def get_current_device(self) -> int:
+            return arch
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    def keeping(kernel: Any) -> Any:
+        def run(*args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            compiled = type(kernel).run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            found[arch, name, kernel.__name__] = resources(compiled)
+
+        return run
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+    def resources(compiled: Any) -> dict[str, int]:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            cubin.write(compiled.asm["cubin"])
+            cubin.flush()
+            text = subprocess.run(
+                [tools / "cuobjdump", "--dump-resource-usage", "--dump-sass", cubin.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        used = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+        return {
+            "registers": int(used[1]),
+            "stack": int(used[2]) + int(used[3]),
+            "spills": len(re.findall(r"\b(?:STL|LDL)\b", text)),
+            "wide_loads": len(re.findall(r"\bLDG\.E\S*\.128", text)),
+            "inexact": len(re.findall(INEXACT, compiled.asm["ptx"], re.M)),
+        }
+
+    driver.set_active(PretendedGpu())
+    for kernel in (kernels.reduce_blocks_kernel, kernels.decide_kernel):
+        kernel.run = keeping(kernel)
+    found: dict[tuple[int, str, str], dict[str, int]] = {}
+    for arch in ARCHS:
+        for name in CONFIGURATIONS:
+            if arch == 90 or name in ("plain", "filters"):
+                kernels.verify(**serving_inputs(name))
+    torch.save(found, file)
+
+
+CONFIGURATIONS = ("plain", "filters", "draft_logits", "filtered_draft_logits", "coupled")
+
+
+def serving_inputs(name: str) -> dict[str, Any]:
+    """64 requests of 3 drafts, V of MiMo-V2-Flash, bf16; memory is never touched."""
+    b, k, v = 64, 3, 152_576
+    rows = b * (k + 1)
+    inputs: dict[str, Any] = {
+        "logits": torch.empty(rows, v, dtype=BF16),
+        "draft_ids": torch.zeros(b, k, dtype=torch.int64),
+        "cu_rows": torch.arange(0, rows + 1, k + 1, dtype=torch.int32),
+        "positions": torch.zeros(rows, dtype=torch.int64),
+        "temperature": torch.ones(b),
+        "seeds": torch.zeros(b, dtype=torch.int64),
+        "method": "coupled" if name == "coupled" else "standard",
+    }
+    if name in ("filters", "filtered_draft_logits"):
+        inputs |= {
+            "top_k": torch.ones(b, dtype=torch.int32),
+            "top_p": torch.ones(b),
+            "min_p": torch.zeros(b),
+        }
+    if "draft_logits" in name:
+        inputs["draft_logits"] = torch.empty(b * k, v, dtype=BF16)
+        inputs["draft_kind"] = name.removesuffix("draft_logits") + "logits"
+    return inputs
+
+
+def test_compiles_without_spills_and_with_wide_loads(
+    compiling: tuple[Path, subprocess.Popen],
+) -> None:
+    file, process = compiling
+    assert process.wait(timeout=600) == 0
+    found = torch.load(file)
+    assert {arch for arch, *_ in found} == set(ARCHS) and len(found) == 18
+    for (arch, name, kernel), used in found.items():
+        at = f"{kernel} for sm_{arch}, {name}: {used}"
+        assert used["stack"] == used["spills"] == 0, at
+        assert used["inexact"] == 0, at
+        if kernel == "reduce_blocks_kernel":  # 4096 bfloat16 on 256 or 128 threads
+            assert used["wide_loads"] >= (2 if name == "coupled" else 4), at
+            assert used["registers"] <= 128, at
+
+
+# Dispatch
+
+
+def owner(name: str, key: str) -> str:
+    lines = torch._C._dispatch_dump_table(f"mtp_kernels::{name}").splitlines()
+    return next(line for line in lines if line.startswith(f"{key}: "))
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    code = "import sys, mtp_kernels; print('triton' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
+
+
+def test_cuda_tensors_go_to_the_launcher(interpreted: dict[str, Any]) -> None:
+    assert "_declare.py" in owner("verify", "CUDA") and "[kernel]" in owner("verify", "CUDA")
+    want = op.verify(**cases.verify_inputs(cases.VERIFY_ROWS[2]))
+    for g, w in zip(interpreted["dispatched"], want, strict=True):
+        assert torch.equal(g, w)
+
+
+def test_a_compiled_kernel_is_not_overridden() -> None:
+    def compiled_first(x: Tensor) -> Tensor:
+        return x + 1
+
+    library = torch.library.Library("mtp_kernels", "IMPL")
+    library.impl("compiled_first", lambda x: x + 2, "CUDA")
+    call = _declare.declare(compiled_first, triton="not_a_module:function")
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    assert call.redispatch(cuda, torch.zeros(1)).item() == 2
+
+
+def test_without_triton_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mtp_kernels.kernels.verify", "mtp_kernels.kernels.exact"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    call = _declare._lazy("mtp_kernels.kernels.verify:verify", lambda x: x + 1)
+    assert call(1) == 2
+
+
+if __name__ == "__main__":
+    {"interpret": interpret, "compile": compile_all}[sys.argv[1]](Path(sys.argv[2]))
