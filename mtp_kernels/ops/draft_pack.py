@@ -50,10 +50,11 @@ def draft_pack(
     as the round before assumed wrong tokens from, if this round begins where that one ended. Rows
     reserved beyond are unused: id 0, hidden 0, RoPE 0, no KV slot, positions that run on.
 
-    Integers are int32 or int64; 1-D tensors have unit stride, others may have strided rows.
+    Integers are int32 or int64; 1-D tensors have unit stride, others may have strided rows, but the
+    five from kept_ids to assumed, and kept_rope, are contiguous.
 
-    slots: [B], each request's row of the five tensors from kept_ids to assumed; outside of [0, S):
-        padding, of which nothing is remembered and which has no KV slots.
+    slots: [B], each request's row of those; outside of [0, S): padding, of which nothing is
+        remembered, and which has no KV slots.
     query_start: [B + 1], request b's rows in the target's flat tensors.
     num_rejected: [B], trailing rows of the query that do not survive. A request of which none
         survives is padding.
@@ -109,7 +110,7 @@ def draft_pack(
     num_targets = target_ids.numel()
     query_start, row_start = query_start.clamp(0, num_targets), row_start.long().clamp(0, num_rows)
     first, capacity = query_start[:-1].long(), row_start.diff().clamp(min=0)
-    num_new = torch.minimum((query_start.diff() - num_rejected).clamp(min=0), capacity)
+    num_new = torch.minimum((query_start.diff() - num_rejected.clamp(min=0)).clamp(min=0), capacity)
     remembered = (slots >= 0) & (slots < end.numel()) & (num_new > 0)
     slot = torch.where(remembered, slots, 0).long()
 
@@ -256,7 +257,7 @@ def _check(
         axes = target_rope.shape[0]
         ints(expect, "target_rope", target_rope, axes, num_targets)
         ints(expect, "out_rope", out_rope, axes, most_rows)
-        expect.tensor("kept_rope", kept_rope, torch.int64, end.numel(), axes, past)
+        contiguous(expect, "kept_rope", kept_rope, torch.int64, end.numel(), axes, past)
 
     groups = len(block_tables)
     expect.that(
@@ -296,11 +297,16 @@ def check_memory(
     """What draft_pack reads and draft_step writes, per slot; csrc/draft.h says the same."""
     num_slots = end.numel()
     expect.that(num_slots >= 1, "end expected at least one slot, got none")
-    expect.tensor("kept_ids", kept_ids, torch.int64, num_slots, past)
-    expect.tensor("kept_hidden", kept_hidden, hidden.dtype, num_slots, past, hidden.shape[-1])
-    expect.tensor("num_kept", num_kept, torch.int64, num_slots)
-    expect.tensor("end", end, torch.int64, num_slots)
-    expect.tensor("assumed", assumed, torch.int64, num_slots, past)
+    contiguous(expect, "kept_ids", kept_ids, torch.int64, num_slots, past)
+    contiguous(expect, "kept_hidden", kept_hidden, hidden.dtype, num_slots, past, hidden.shape[-1])
+    contiguous(expect, "num_kept", num_kept, torch.int64, num_slots)
+    contiguous(expect, "end", end, torch.int64, num_slots)
+    contiguous(expect, "assumed", assumed, torch.int64, num_slots, past)
+
+
+def contiguous(expect: Expect, name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> None:
+    expect.tensor(name, x, dtype, *shape)
+    expect.that(x.is_contiguous(), f"{name} expected a contiguous tensor")
 
 
 OP = declare(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mtp_kernels.ops._declare import Expect, declare
-from mtp_kernels.ops.draft_pack import check_memory, ints
+from mtp_kernels.ops.draft_pack import check_memory, contiguous, ints
 
 NO_ID = torch.iinfo(torch.int64).max
 
@@ -168,7 +168,7 @@ def _check(
     if rope is not None and kept_rope is not None:
         expect.that(rope.dim() == 2, f"rope expected [A, R], got {list(rope.shape)}")
         ints(expect, "rope", rope, rope.shape[0], most_rows)
-        expect.tensor("kept_rope", kept_rope, torch.int64, end.numel(), rope.shape[0], past)
+        contiguous(expect, "kept_rope", kept_rope, torch.int64, end.numel(), rope.shape[0], past)
 
 
 OP = declare(
