@@ -368,7 +368,7 @@ def draft_pack_inputs(row: DraftRow, seed: int = 0) -> dict[str, Any]:
     memory = _draft_memory(row, axes, gen)
     query_lens = integers(1, k + 2, b)
     if has("prefill"):
-        query_lens[::3] = integers(40, 90, len(query_lens[::3]))
+        query_lens[::3] = integers(10, 30, len(query_lens[::3]))
     rejected = (torch.rand(b, generator=gen) * query_lens).long()
     slots = torch.randperm(NUM_SLOTS, generator=gen)[:b]
     query_start, first_position = starts(query_lens), integers(k, 100, b)

@@ -183,4 +183,5 @@ OP = declare(
         "assumed",
         "kept_rope",
     ],
+    triton="mtp_kernels.kernels.draft_step:draft_step",
 )
