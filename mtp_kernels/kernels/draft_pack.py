@@ -183,9 +183,8 @@ def _write_row(
     r = _plan(inputs, counts, b, b >= 0, PAST)
     offset = row - r.start
     behind = offset - r.window
-    in_window = behind < 0
-    used = offset < r.window + r.num_new
-    is_new = used & (behind >= 0)
+    used = (offset >= 0) & (offset < r.window + r.num_new)
+    in_window, is_new = used & (behind < 0), used & (behind >= 0)
     source = r.first + behind
     position = r.first_position + behind
 
