@@ -312,6 +312,8 @@ def test_uneven_counts(path: str) -> None:
     """Case 15: a request alone equals itself in a batch of 64, through windows of all lengths."""
     generator = torch.Generator().manual_seed(4)
     batch = [random_request(f"r{i}", generator) for i in range(64)]
+    batch[17] = Request("r17", 5, [1] * (K + 1), 0, 2)  # leaves no unused row between it and
+    batch[18] = Request("r18", 7, [3], 0, 4)  # whose rows are fewer than can be kept
     chosen, windows = (0, 5, 17, 18, 40, 63), set()
     together = make_drafter(rope_axes=3, feed=Feed.CHAIN)
     alone = {b: make_drafter(rope_axes=3, feed=Feed.CHAIN) for b in chosen}
