@@ -3,7 +3,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
 #include "cpu_isa.h"
+#include "verify_cpu.h"
 
 namespace py = pybind11;
 
@@ -31,6 +37,27 @@ py::dict build_info() {
   return info;
 }
 
+std::array<uint32_t, 4> philox(int64_t seed, int64_t position, uint32_t purpose, uint32_t lane) {
+  std::array<uint32_t, 4> words;
+  mtp::verify_cpu_kernels().philox(static_cast<uint64_t>(seed), static_cast<uint64_t>(position),
+                                   purpose, lane, words.data());
+  return words;
+}
+
+std::vector<uint32_t> exact(const std::string& function, const std::vector<uint32_t>& bits) {
+  const mtp::VerifyCpuKernels& kernels = mtp::verify_cpu_kernels();
+  const auto compute = function == "exp2"          ? kernels.exp2
+                       : function == "log"         ? kernels.log
+                       : function == "exponential" ? kernels.exponential
+                                                   : nullptr;
+  if (!compute)
+    throw std::invalid_argument("function expected exp2, log or exponential, got '" + function +
+                                "'");
+  std::vector<uint32_t> results(bits.size());
+  compute(bits.data(), static_cast<int64_t>(bits.size()), results.data());
+  return results;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -40,4 +67,9 @@ PYBIND11_MODULE(_C, m) {
         "at run time: cpu_isas, cpu_isa (the one in use).");
   m.def("set_cpu_isa", &mtp::set_cpu_isa, py::arg("name"),
         "Use a narrower CPU instruction set, one of build_info()['cpu_isas'].");
+  m.def("philox", &philox, py::arg("seed"), py::arg("position"), py::arg("purpose"),
+        py::arg("lane"), "For the tests: four words of ops/_exact.py's philox, by the ISA in use.");
+  m.def("exact", &exact, py::arg("function"), py::arg("bits"),
+        "For the tests: exp2, log or exponential of ops/_exact.py, by the ISA in use; floats as "
+        "their bits.");
 }

@@ -116,10 +116,13 @@ def _vllm() -> list[str]:
         return []
     try:
         from mtp_kernels.vllm import plugin
+        from mtp_kernels.vllm.settings import METHOD, is_coupled
 
         rows = plugin.report()
+        method = "coupled" if is_coupled() else "as vLLM's speculative_config says"
     except Exception as error:  # whatever is wrong with vLLM is what a user runs doctor for
         return [f"the plugin cannot be examined: {type(error).__name__}: {error}"]
+    _line("method", f"{method} ({METHOD})")
     problems = []
     for part, symbol, status, reason in rows:
         _line(part, f"{status}: {symbol}" + (f" ({reason})" if reason else ""))

@@ -39,6 +39,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mtp_kernels.ops import _exact as exact
 from mtp_kernels.ops import verify as op
 
 Method = Literal["standard", "block", "coupled", "synthetic"]
@@ -101,6 +102,7 @@ class Verified:
 
 
 NOT_FINITE, NOTHING_ALLOWED = op.NOT_FINITE, op.NOTHING_ALLOWED
+GREEDY_BELOW = op.GREEDY_BELOW
 
 
 def verify(
@@ -168,6 +170,101 @@ def sample(
         **_arguments(sampling),
     )
     return token_ids[:, 0]
+
+
+def round_seeds(seeds: Tensor, first_positions: Tensor) -> Tensor:
+    """Seeds of one round of a request whose rounds must not share random numbers, [B] int64.
+
+    `block` looks at the random numbers of positions behind the one where it stops; with the same
+    seed, the next round would find them conditioned on that look, and the text would be biased.
+    (`standard` looks at none, and `coupled` lives from looking at the same ones again.)
+
+    seeds: [B] int64; first_positions: [B], the position of each request's first row.
+    """
+    return seeds + first_positions.long() * 0x1E3779B97F4A7C15
+
+
+def adjusted_logits(
+    logits: Tensor,
+    cu_rows: Tensor,
+    draft_ids: Tensor,
+    sampling: Sampling,
+    allowed_mask: Tensor | None = None,
+) -> Tensor:
+    """The logits after bias, penalties and mask, [R, V] float32; arguments as of `verify`.
+
+    A slow path, for what must come between these and the rest.
+    """
+    x, vocab = logits.to(torch.float32, copy=True), logits.shape[1]
+    request, place = _requests_of(cu_rows, logits.shape[0])
+    if sampling.bias_ids is not None:
+        ids, values = sampling.bias_ids[request].long(), sampling.bias_values[request]
+        inside = (ids >= 0) & (ids < vocab)
+        x = x.scatter_add(1, ids.where(inside, 0), values.where(inside, 0))
+    if (penalties := sampling.penalties) is not None:
+        row = penalties.rows[request].long()
+        has_any = (row >= 0) & (row < penalties.output_counts.shape[0])
+        row = row.where(has_any, 0)
+        ids = draft_ids[request].long()
+        before = torch.arange(ids.shape[1], device=ids.device) < place[:, None]
+        before &= (ids >= 0) & (ids < vocab)
+        counts = penalties.output_counts[row].scatter_add(1, ids.where(before, 0), before.int())
+        seen = _unpack_bits(penalties.prompt_mask[row], vocab) | (counts > 0)
+        presence, frequency, repetition = (
+            values[request][:, None]
+            for values in (penalties.presence, penalties.frequency, penalties.repetition)
+        )
+        y = torch.where(seen, torch.where(x > 0, x * (1 / repetition), x * repetition), x)
+        y = y - frequency * counts.float() - presence * (counts > 0).float()
+        x = torch.where(has_any[:, None], y, x)
+    if allowed_mask is not None:
+        x = x.masked_fill(~_unpack_bits(allowed_mask, vocab), -torch.inf)
+    return x
+
+
+def processed_logits(
+    logits: Tensor,
+    cu_rows: Tensor,
+    draft_ids: Tensor,
+    sampling: Sampling,
+    allowed_mask: Tensor | None = None,
+) -> Tensor:
+    """Logits whose softmax is what each row's token is drawn from, [R, V] float32.
+
+    Those of `adjusted_logits`, scaled by the temperature, and -inf below the cuts of min_p, top_k
+    and top_p; of a greedy request neither. Row by row, by the reference: a slow path.
+    """
+    x = adjusted_logits(logits, cu_rows, draft_ids, sampling, allowed_mask)
+    request, _ = _requests_of(cu_rows, logits.shape[0])
+    is_greedy = (sampling.temperature < GREEDY_BELOW)[request]
+    temperature = sampling.temperature[request].where(~is_greedy, 1.0)
+    filters = (sampling.top_k, sampling.top_p, sampling.min_p)
+    if any(values is not None for values in filters):
+        has_law = x.isfinite().any(1) & ~(x.isnan() | (x == torch.inf)).any(1) & ~is_greedy
+        top_k, top_p, min_p = (None if values is None else values[request] for values in filters)
+        for row in has_law.nonzero()[:, 0].tolist():
+            cuts = op.Cuts(
+                int(top_k[row]) if top_k is not None and top_k[row] > 0 else None,
+                top_p[row] if top_p is not None and top_p[row] < 1 else None,
+                min_p[row] if min_p is not None and min_p[row] > 0 else None,
+            )
+            scale = exact.LOG2_E / temperature[row]
+            cut = op.cut_of(x[row], scale, temperature[row], cuts)
+            x[row] = x[row].where(x[row] >= cut, -torch.inf)
+    return x / temperature[:, None]
+
+
+def _requests_of(cu_rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Each row's request, and its place among that request's rows, both [R] int64."""
+    rows = torch.arange(num_rows, device=cu_rows.device, dtype=cu_rows.dtype)
+    request = torch.searchsorted(cu_rows, rows, right=True) - 1
+    request = request.clamp(max=cu_rows.numel() - 2)  # rows after the last are nobody's
+    return request, rows - cu_rows[request]
+
+
+def _unpack_bits(words: Tensor, count: int) -> Tensor:
+    bits = torch.arange(32, device=words.device)
+    return ((words[..., None] >> bits) & 1).flatten(-2)[..., :count].bool()
 
 
 def pack_bits(flags: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mtp_kernels import verification
 from mtp_kernels.ops import verify as op
 
 
@@ -327,6 +328,45 @@ def test_drafts_with_the_targets_noise_agree_more_often_under_coupled() -> None:
     assert rates["target"] > rates["draft"] + 0.2
 
 
+@pytest.mark.parametrize("method", ["standard", "block", "coupled"])
+def test_a_text_of_several_rounds_has_the_law_of_the_target(method: str) -> None:
+    """One seed per request for all its rounds: no random number may be met twice.
+
+    Position t has law p_t whatever came before, so four positions have the product of the laws.
+    """
+    count, vocab, num_drafts, length = 100_000, 3, 3, 4
+    p, q = overlapping_laws(vocab, length + num_drafts + 2)
+    seeds = torch.arange(count) * 7919 - 5
+    text = torch.full((count, length + num_drafts + 1), -1)
+    done = torch.zeros(count, dtype=torch.int64)
+    while int(done.min()) < length:
+        drafts = []
+        for i in range(num_drafts):
+            drafts.append(
+                verify(
+                    **uniform_batch(count, q[:1], torch.empty(count, 0, dtype=torch.int64))
+                    | {"logits": q[done + i], "positions": 100 + done + i, "stream": "draft"}
+                    | {"seeds": verification.round_seeds(seeds, 100 + done)}
+                )[0]
+            )
+        rows = done[:, None] + torch.arange(num_drafts + 1)
+        inputs = uniform_batch(count, p[: num_drafts + 1], torch.cat(drafts, 1), method=method)
+        inputs |= {"logits": p[rows.flatten()], "positions": 100 + rows.flatten(), "seeds": seeds}
+        if method != "coupled":
+            inputs |= {"draft_logits": q, "draft_rows": rows[:, :-1]}
+        tokens, accepted, _ = verify(**inputs)
+        keep = tokens >= 0
+        keep &= (done < length)[:, None]
+        text[keep.nonzero()[:, 0], rows[keep]] = tokens[keep]
+        done += torch.where(done < length, accepted + 1, 0)
+    cells = (text[:, :length] * vocab ** torch.arange(length)).sum(1)
+    laws = p[:length].double().softmax(-1)
+    joint = laws[0]
+    for law in laws[1:]:
+        joint = (joint[None] * law[:, None]).flatten()
+    assert chi_square_fits(cells.bincount(minlength=vocab**length).double(), joint)
+
+
 @pytest.mark.parametrize("method", ["standard", "synthetic"])
 def test_acceptance_rates(method: str) -> None:
     """standard accepts a certain draft with its probability, synthetic with the given rate."""
@@ -524,7 +564,7 @@ def restricted(inputs: dict[str, Any], requests: list[int]) -> dict[str, Any]:
     changed: dict[str, Any] = {"cu_rows": counts.cumsum(0)}
     num_drafts = inputs["draft_ids"].shape[1]
     if inputs.get("draft_logits") is not None and inputs.get("draft_rows") is None:
-        every = torch.arange(inputs["draft_ids"].numel()).view(-1, num_drafts)
+        every = torch.arange(inputs["draft_ids"].numel()).view(len(inputs["draft_ids"]), num_drafts)
         changed["draft_rows"] = every[index]
     for name, x in inputs.items():
         if name in ("logits", "positions", "allowed_mask"):
@@ -593,7 +633,10 @@ GARBAGE = {  # words of the message -> inputs; B = 4, K = 3, V = 320
     "cu_rows expected 1 to 4 rows per request, got 5 for request 0": lambda: changed(
         "cu_rows", ascending(0, 5, 6, 7, 8)
     ),
-    "rows of logits, got 16": lambda: changed("cu_rows", ascending(0, 4, 8, 12, 16)),
+    "cu_rows expected to end within the 5 rows of logits, got 6": lambda: (
+        changed("cu_rows", ascending(0, 1, 2, 3, 6))
+        | {"logits": torch.zeros(5, 320), "positions": torch.zeros(5).long()}
+    ),
     "positions expected dtype int32 or int64, got float32": lambda: changed(
         "positions", torch.zeros(plain_inputs()["logits"].shape[0])
     ),

@@ -400,8 +400,12 @@ class Request:
         return exact.philox(self._in["seeds"][self._b], position, purpose, lane)
 
     def accepts(self, i: int, p: float, q: float = 1.0) -> bool:
-        """Whether draft i's coin falls on its side, which it does with probability p / q."""
-        words = self._words(i, exact.ACCEPT, torch.tensor(0))
+        """Whether draft i's coin falls on its side, which it does with probability p / q.
+
+        Coins are numbered within the round, which is known by its first row: `block` tosses coins
+        behind the place where it stops, and the next round must not meet them again.
+        """
+        words = self._words(0, exact.ACCEPT, torch.tensor(i))
         return float(exact.uniform(words[0], words[1])) * q < p
 
     def draw(self, i: int, law: Law) -> int:

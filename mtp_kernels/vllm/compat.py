@@ -4,13 +4,22 @@ Each :class:`Patch` names one symbol and the parameters it must have. A symbol t
 has other parameters is left alone, with one warning that says which part is therefore off.
 """
 
+import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+logger = logging.getLogger("vllm.mtp_kernels")
+
 _ORIGINAL = "_mtp_kernels_original"
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    logger.warning(text)
 
 
 class Unsupported(Exception):

@@ -4,22 +4,29 @@
 `draft`   every draft step runs its own layer, on the right hidden state, with its KV repaired.
 `prefix`  a cached prefix serves only requests for which its MTP KV is exact.
 `entry`   the layers' embedding + norms + projection run as the fused op.
+`verify`  drafts of any speculative method are judged by the verify op.
 
 `MTP_KERNELS_DISABLE=part,...` leaves parts as vLLM ships them. `MTP_KERNELS_REPEAT_LAST_LAYER=1`
-allows more drafts than MTP layers.
+allows more drafts than MTP layers. `MTP_KERNELS_METHOD=coupled` makes a request's text depend on
+its seed alone, not on whether or how it was drafted.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from mtp_kernels import archs
-from mtp_kernels.vllm import compat, config, prefix_cache
+from mtp_kernels.vllm import compat, config, prefix_cache, verify
 from mtp_kernels.vllm.compat import Patch
-from mtp_kernels.vllm.settings import NEEDS, PARTS, disabled_parts, draft_spec, repeat_last_layer
-
-logger = logging.getLogger("vllm.mtp_kernels")
+from mtp_kernels.vllm.settings import (
+    METHOD,
+    NEEDS,
+    PARTS,
+    disabled_parts,
+    draft_spec,
+    is_coupled,
+    repeat_last_layer,
+)
 
 
 def _route_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +88,7 @@ PATCHES = (
         _route_speculator,
     ),
     *prefix_cache.PATCHES,
+    *verify.PATCHES,
 )
 
 
@@ -98,19 +106,28 @@ def unsupported_parts() -> dict[str, str]:
     return found
 
 
-@functools.cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
+def _check_environment() -> None:
+    """A bad value stops here, not in the middle of a start."""
+    repeat_last_layer()
+    is_coupled()
 
 
 def install() -> None:
-    """Apply every part that is neither disabled nor unsupported; safe to call again."""
-    repeat_last_layer()  # a bad value stops here, not in the middle of a start
+    """Apply every part that is neither disabled nor unsupported; safe to call again.
+
+    Raises:
+        ValueError: a bad environment variable, or one that asks for a part that cannot work.
+    """
+    _check_environment()
     off = disabled_parts()
     unsupported = {part: why for part, why in unsupported_parts().items() if part not in off}
     for part, why in unsupported.items():
-        _warn_once(f"mtp_kernels: part '{part}' is off with vLLM {compat.vllm_version()}: {why}")
+        compat.warn_once(
+            f"mtp_kernels: part '{part}' is off with vLLM {compat.vllm_version()}: {why}"
+        )
     active = [part for part in PARTS if part not in off and part not in unsupported]
+    if is_coupled() and "verify" not in active:
+        raise ValueError(f"{METHOD}: coupled needs part verify: {unsupported['verify']}")
     for patch in PATCHES:
         if patch.part in active:
             patch.apply()
@@ -127,7 +144,7 @@ def report() -> list[tuple[str, str, str, str]]:
     Status is "active" (applied in this process), "would patch", "disabled" or "skipped"; only
     the last one is a fault.
     """
-    repeat_last_layer()
+    _check_environment()
     off, rows = disabled_parts(), []
     for patch in PATCHES:
         status, why = "would patch", ""

@@ -16,6 +16,7 @@ from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
 
 from mtp_kernels.drafting import RoundBuffers, row_capacity
 from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows, without_slots
+from mtp_kernels.vllm.verify import rounds_of
 
 
 class MtpProposer(Step3p5MTPProposer):
@@ -24,6 +25,9 @@ class MtpProposer(Step3p5MTPProposer):
     Of `Step3p5MTPProposer` it is the bookkeeping for draft layers in several KV-cache groups
     that is used; sharing the target's head and config is as in `EagleProposer`.
     """
+
+    draft_kind = "filtered_logits"
+    """What `verify_v1.Rounds` gets as draft probabilities: the logits that it sampled from."""
 
     _maybe_share_lm_head = EagleProposer._maybe_share_lm_head
     _create_draft_vllm_config = EagleProposer._create_draft_vllm_config
@@ -101,7 +105,8 @@ class MtpProposer(Step3p5MTPProposer):
         )
         slots = self._map_slots(cad, num_rows)
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(cad)
-        draft_probs: list[Tensor] = []
+        rounds, draft_probs = self._sampling_rounds(sampling_metadata), []
+        first_positions = buffers.positions[buffers.last_row[:num_reqs]] + 1
 
         def run_layer(
             layer: int, ids: Tensor, positions: Tensor, hidden: Tensor, write_kv: bool
@@ -118,6 +123,10 @@ class MtpProposer(Step3p5MTPProposer):
             return out, out
 
         def draft_token(step: int, scored: Tensor) -> Tensor:
+            if rounds is not None:
+                logits = self.model.compute_logits(scored, self.drafter.schedule[step])
+                draft_probs.append(logits)
+                return rounds.sample_drafts(logits, first_positions, step, sampling_metadata)
             ids, probs = self._sample_draft_tokens_for_step(scored, sampling_metadata, step)
             if probs is not None:
                 draft_probs.append(probs)
@@ -126,6 +135,15 @@ class MtpProposer(Step3p5MTPProposer):
         draft_ids = self.drafter.draft(num_reqs, num_rows, run_layer, draft_token)
         self._last_draft_probs = torch.stack(draft_probs, dim=1) if draft_probs else None
         return draft_ids.clone()
+
+    def _sampling_rounds(self, sampling_metadata: SamplingMetadata) -> Any:
+        """The `Rounds` to sample drafts with; None: vLLM does, or they are greedy."""
+        if (
+            self.speculative_config.draft_sample_method != "probabilistic"
+            or sampling_metadata.all_greedy
+        ):
+            return None
+        return rounds_of(self.runner.rejection_sampler)
 
     def _known_ids(self, sampled: Tensor, num_reqs: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """The token after each request's last row, and the K - 1 after it, -1 = not known.

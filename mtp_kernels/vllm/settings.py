@@ -5,12 +5,13 @@ from typing import Any
 
 from mtp_kernels import archs
 
-PARTS = ("layers", "draft", "prefix", "entry")
+PARTS = ("layers", "draft", "prefix", "entry", "verify")
 NEEDS = {"draft": "layers", "prefix": "draft", "entry": "layers"}
 """A part cannot work without the one it needs; in the order of `PARTS`."""
 
 DISABLE = "MTP_KERNELS_DISABLE"
 REPEAT_LAST_LAYER = "MTP_KERNELS_REPEAT_LAST_LAYER"
+METHOD = "MTP_KERNELS_METHOD"
 
 
 def disabled_parts() -> dict[str, str]:
@@ -40,6 +41,20 @@ def repeat_last_layer() -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{REPEAT_LAST_LAYER}: expected 0 or 1, got {value!r}")
     return value == "1"
+
+
+def is_coupled() -> bool:
+    """Whether the user wants all sampling coupled, whatever `speculative_config` says.
+
+    Raises:
+        ValueError: the variable is neither "vllm" nor "coupled", or part `verify` is disabled.
+    """
+    value = os.environ.get(METHOD, "vllm")
+    if value not in ("vllm", "coupled"):
+        raise ValueError(f"{METHOD}: expected vllm or coupled, got {value!r}")
+    if value == "coupled" and "verify" in disabled_parts():
+        raise ValueError(f"{METHOD}: coupled needs part verify, which {DISABLE} names")
+    return value == "coupled"
 
 
 def draft_spec(speculative_config: Any) -> archs.MtpSpec | None:

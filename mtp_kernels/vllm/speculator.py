@@ -12,7 +12,10 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 from vllm.v1.worker.gpu.spec_decode.multi_module_mtp.speculator import MultiModuleMTPSpeculator
 
+from mtp_kernels import verification
 from mtp_kernels.drafting import RoundBuffers, row_capacity
+from mtp_kernels.verification import Sampling
+from mtp_kernels.vllm import verify
 from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows, without_slots
 
 
@@ -41,6 +44,15 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             ),
         )
         del self.cached_draft_input_ids, self.cached_target_hidden_states  # the drafter's job
+        self._method = verify.method_of(self.speculative_config) if verify.is_active() else None
+        if self.draft_logits is None or self.draft_watermarker is not None:
+            self._method = None
+        if self._method == "coupled":
+            self.draft_logits = None  # what drafts were sampled from makes no difference
+        elif self._method is not None:
+            # One more row, which the requests that pad a graph, index -1, write to.
+            rows, *shape = self.draft_logits.shape
+            self.draft_logits = self.draft_logits.new_zeros(rows + 1, *shape)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
@@ -156,6 +168,8 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             )
 
         def draft_token(step: int, scored: Tensor) -> Tensor:
+            if self._method is not None:
+                return self._sample_draft(step, scored, positions + 1, num_reqs)
             self.current_draft_step.fill_(step)
             return self.sample_draft(
                 scored,
@@ -169,3 +183,23 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             )
 
         self.drafter.draft(num_reqs, num_tokens, run_layer, draft_token)
+
+    def _sample_draft(
+        self, step: int, scored: Tensor, first_positions: Tensor, num_reqs: int
+    ) -> Tensor:
+        """[B] int64, sampled at the request's temperature; its filters are not at hand here.
+
+        first_positions: [B], of the rows that will judge the drafts 0.
+        """
+        state = self.idx_mapping[:num_reqs]
+        logits = self.compute_draft_logits(scored, self.drafter.schedule[step])
+        sampling = Sampling(self.temperature[state], self.seeds[state])
+        positions = first_positions + step
+        if self._method == "coupled":
+            return verification.sample(logits, positions, sampling, method="coupled")
+        logits = logits.to(self.draft_logits.dtype)  # the verifier must see the very same ones
+        self.draft_logits[state, step] = logits
+        if self._method == "block":
+            seeds = verification.round_seeds(sampling.seeds, first_positions)
+            sampling = replace(sampling, seeds=seeds)
+        return verification.sample(logits, positions, sampling, stream="draft")

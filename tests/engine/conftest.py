@@ -6,9 +6,19 @@ side by side: starting vLLM costs more than most runs.
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from harness import LAST, MAX_LEN, SPEC, start_worker
+from harness import (
+    LAST,
+    LAW,
+    LAW_PROMPT,
+    MAX_LEN,
+    NUM_COUPLED,
+    SPEC,
+    start_worker,
+    variants,
+)
 from oracle import CHECKPOINT, EXAMPLE, plain_model
 from transformers import AutoTokenizer
 
@@ -83,13 +93,17 @@ def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
     asynchronous = _engine(workload, **tight) | {"async": True}
     # As served: the engine in a process that starts from nothing and loads the plugin itself.
     spawn = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    stock = {"MTP_KERNELS_DISABLE": "layers"}
+    stock = {"MTP_KERNELS_DISABLE": "layers,verify"}
     processes = {  # name -> (runner, engines, environment)
         "v1": ("v1", plan | {"unfused": unfused, "alone": alone}, {}),
         "v2": ("v2", plan | {"tight": asynchronous}, {}),
         "spawned": ("v1", {"alone": alone}, spawn),
         "stock": ("v1", {"arithmetic": plan["arithmetic"]}, stock),
     }
+    return _run_all(tmp, processes)
+
+
+def _run_all(tmp: Path, processes: dict[str, tuple]) -> dict[str, dict[str, dict]]:
     waits = {
         name: start_worker(tmp, name, {"runner": runner, "engines": list(engines.values())}, **env)
         for name, (runner, engines, env) in processes.items()
@@ -97,6 +111,71 @@ def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
     return {
         name: dict(zip(processes[name][1], wait(), strict=True)) for name, wait in waits.items()
     }
+
+
+def _coupled(encode, num_drafts: int, runner: str, **llm) -> dict:
+    """Seeded texts, plain ones first and then every variant of the sampling parameters."""
+    texts = ["Q: ", "def ", "import ", "return self."]
+    tokens = 16 if runner == "v1" else 5  # its kernels are interpreted, request by request
+    prompts = [encode(text) for text in texts for _ in range(NUM_COUPLED // len(texts))]
+    plain = {"temperature": 0.8, "max_tokens": tokens}
+    sampling = [plain | {"seed": seed} for seed in range(NUM_COUPLED)]
+    for variant in variants(runner).values():
+        prompts += [encode(text) for text in texts[:2]]
+        sampling += [{"temperature": 0.8, "seed": 7, "max_tokens": 12} | variant] * 2
+    if num_drafts == 2:  # another order, and so other neighbours
+        prompts, sampling = prompts[::-1], sampling[::-1]
+    spec = SPEC | {"num_speculative_tokens": num_drafts} if num_drafts else None
+    workload = {"prompts": prompts, "sampling": sampling}
+    return _engine(workload, spec, **llm) | {"env": {"MTP_KERNELS_METHOD": "coupled"}}
+
+
+def _law(encode, runner: str, spec: dict | None, method: str = "vllm") -> dict:
+    """The same prompt many times, half of them seeded, and as often again with top_p."""
+    num, length = LAW[runner]
+    base = {"temperature": 0.8, "max_tokens": length, "ignore_eos": True}
+    sampling = [base | ({"seed": i} if i % 2 else {}) for i in range(num)]
+    sampling += [one | {"top_p": 0.9} for one in sampling]
+    workload = {"prompts": [encode(LAW_PROMPT)] * len(sampling), "sampling": sampling}
+    return _engine(workload, spec, max_num_seqs=128) | {"env": {"MTP_KERNELS_METHOD": method}}
+
+
+@pytest.fixture(scope="session")
+def sampled(encode, tmp_path_factory) -> dict[str, dict[str, dict]]:
+    """runner or "stock" -> run name -> result of `worker.py`, for `test_sampling.py`."""
+    sampled_drafts = SPEC | {"draft_sample_method": "probabilistic"}
+    block = sampled_drafts | {"rejection_sample_method": "block"}
+
+    def coupled(runner: str) -> dict[str, dict]:
+        processed = {"logprobs_mode": "processed_logprobs"}
+        return {
+            "K=0": _coupled(encode, 0, runner, max_num_seqs=128),
+            "K=1": _coupled(encode, 1, runner, max_num_seqs=50, **processed),
+            "K=2": _coupled(encode, 2, runner, max_num_seqs=128, **processed),
+            "K=3": _coupled(encode, 3, runner, max_num_seqs=128),
+        }
+
+    def law(runner: str) -> dict[str, dict]:
+        return {
+            "greedy drafts": _law(encode, runner, SPEC),
+            "sampled drafts": _law(encode, runner, sampled_drafts),
+            "block": _law(encode, runner, block),
+        }
+
+    more = {
+        "no drafts": _law(encode, "v1", None, "coupled"),
+        "coupled": _law(encode, "v1", sampled_drafts, "coupled"),
+    }
+    stock = {"greedy drafts": _law(encode, "v1", SPEC)}
+    processes = {
+        "v1": ("v1", coupled("v1") | law("v1") | more, {}),
+        "v2": ("v2", coupled("v2"), {}),
+        "v2 law": ("v2", law("v2"), {}),
+        "stock": ("v1", stock, {"MTP_KERNELS_DISABLE": "layers,verify"}),
+    }
+    results = _run_all(tmp_path_factory.mktemp("sampled"), processes)
+    results["v2"] |= results.pop("v2 law")
+    return results
 
 
 @pytest.fixture(scope="session")

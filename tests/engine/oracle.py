@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,3 +89,39 @@ def acceptance(model, tokens: list[int], prompt_len: int, num_drafts: int) -> tu
             accepted += 1
         row, emitted, rounds = row + accepted + 1, emitted + accepted + 1, rounds + 1
     return emitted, rounds
+
+
+@torch.inference_mode()
+def law_of_text(
+    model, prompt: list[int], length: int, temperature: float, top_p: float, smallest: float
+) -> dict[tuple[int, ...], float]:
+    """Chance of each continuation of `length` tokens whose chance is at least `smallest`.
+
+    Enumerated level by level; one with an unlikelier beginning is not likelier.
+    """
+    texts, chances = torch.empty(1, 0, dtype=torch.long), torch.ones(1, dtype=torch.float64)
+    for _ in range(length):
+        ids = torch.cat([torch.tensor(prompt).expand(len(texts), -1), texts], 1)
+        logits = model.trunk(ids)[1][:, -1].double()
+        law, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
+        law = law.where(law.cumsum(-1) - law < top_p, 0)
+        joint = chances[:, None] * law / law.sum(-1, keepdim=True)
+        parent, rank = (joint >= smallest).nonzero(as_tuple=True)
+        texts = torch.cat([texts[parent], order[parent, rank][:, None]], 1)
+        chances = joint[parent, rank]
+    return dict(zip(map(tuple, texts.tolist()), chances.tolist(), strict=True))
+
+
+def chi_square(
+    law: dict[tuple[int, ...], float], texts: list[list[int]]
+) -> tuple[float, int, float]:
+    """(statistic, degrees of freedom, p value) of texts against a law, whose rest is one cell."""
+    length = len(next(iter(law)))
+    counts = Counter(tuple(text[:length]) for text in texts)
+    cells = [(counts[text], len(texts) * chance) for text, chance in law.items()]
+    seen, expected = (sum(column) for column in zip(*cells, strict=True))
+    cells.append((len(texts) - seen, len(texts) - expected))
+    assert all(expected >= 5 for _, expected in cells), min(e for _, e in cells)
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    half = torch.tensor([len(cells) - 1, statistic], dtype=torch.float64) / 2
+    return statistic, len(cells) - 1, float(torch.special.gammaincc(half[0], half[1]))

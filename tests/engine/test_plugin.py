@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+from mtp_kernels.vllm import verify
 
 
 def _python(code: str, **env: str) -> subprocess.CompletedProcess:
@@ -33,14 +37,14 @@ def test_unsupported_vllm_is_left_alone_with_one_warning() -> None:
     """A symbol that is gone or has other parameters switches its part off, and what needs it."""
     code = """
 import dataclasses, logging
-from mtp_kernels.vllm import plugin
+from mtp_kernels.vllm import compat, plugin
 gone = dataclasses.replace(plugin.PATCHES[2], symbol="EagleProposer.gone")
 changed = dataclasses.replace(plugin.PATCHES[3], parameters=("vllm_config", "device"))
 plugin.PATCHES = (*plugin.PATCHES[:2], gone, changed, *plugin.PATCHES[4:])
 records = []
 handler = logging.Handler()
 handler.emit = lambda record: records.append(record.getMessage())
-plugin.logger.addHandler(handler)
+compat.logger.addHandler(handler)
 plugin.install()
 plugin.install()
 print([text for text in records if "EagleProposer.gone" in text and "part 'draft' is off" in text])
@@ -59,7 +63,13 @@ print("init_speculator is stock:", not hasattr(model_runner.init_speculator, "__
 
 @pytest.mark.parametrize(
     "disable,active,disabled",
-    [("", 10, 0), ("draft", 2, 8), ("layers,entry", 0, 10), ("prefix", 5, 5)],
+    [
+        ("", 20, 0),
+        ("draft", 12, 8),
+        ("layers,entry", 10, 10),
+        ("prefix", 15, 5),
+        ("verify", 10, 10),
+    ],
 )
 def test_parts_can_be_disabled(disable: str, active: int, disabled: int) -> None:
     code = """
@@ -74,13 +84,70 @@ print(rows.count("active"), rows.count("disabled"))
 
 
 @pytest.mark.parametrize(
-    "variable,value,words",
+    "words,env",
     [
-        ("MTP_KERNELS_DISABLE", "layer", "expected any of layers,draft,prefix,entry, got layer"),
-        ("MTP_KERNELS_REPEAT_LAST_LAYER", "yes", "expected 0 or 1, got 'yes'"),
+        ("any of layers,draft,prefix,entry,verify, got layer", {"MTP_KERNELS_DISABLE": "layer"}),
+        ("expected 0 or 1, got 'yes'", {"MTP_KERNELS_REPEAT_LAST_LAYER": "yes"}),
+        ("expected vllm or coupled, got 'block'", {"MTP_KERNELS_METHOD": "block"}),
+        (
+            "coupled needs part verify",
+            {"MTP_KERNELS_METHOD": "coupled", "MTP_KERNELS_DISABLE": "verify"},
+        ),
     ],
 )
-def test_bad_environment_is_an_error(variable: str, value: str, words: str) -> None:
+def test_bad_environment_is_an_error(words: str, env: dict[str, str]) -> None:
     for call in ("install", "report"):
-        run = _python(f"from mtp_kernels.vllm import plugin; plugin.{call}()", **{variable: value})
+        run = _python(f"from mtp_kernels.vllm import plugin; plugin.{call}()", **env)
         assert run.returncode == 1 and words in run.stderr
+
+
+def test_coupled_needs_a_vllm_that_can_be_patched() -> None:
+    code = """
+import dataclasses
+from mtp_kernels.vllm import plugin
+gone = dataclasses.replace(plugin.PATCHES[-1], symbol="Sampler.gone")
+plugin.PATCHES = (*plugin.PATCHES[:-1], gone)
+plugin.install()
+"""
+    assert _python(code).returncode == 0
+    run = _python(code, MTP_KERNELS_METHOD="coupled")
+    assert run.returncode == 1 and "coupled needs part verify" in run.stderr
+
+
+@pytest.mark.parametrize("disable,allowed", [("", True), ("verify", False)])
+def test_min_p_and_logit_bias_are_allowed_where_we_verify(disable: str, allowed: bool) -> None:
+    """What vLLM has no processors for beside drafts, and so refuses, the op does."""
+    code = """
+from types import SimpleNamespace
+from mtp_kernels.vllm import plugin
+plugin.install()
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+for method in ("standard", "block", "some other"):
+    for params in (SamplingParams(min_p=0.1), SamplingParams(logit_bias={3: 1.0})):
+        try:
+            params._validate_spec_decode(SimpleNamespace(rejection_sample_method=method))
+            print(params.min_p or params.logit_bias)
+        except VLLMValidationError:
+            print("refused")
+"""
+    run = _python(code, MTP_KERNELS_DISABLE=disable)
+    words = ["0.1", "{3: 1.0}"] if allowed else ["refused"] * 2
+    assert run.stdout.splitlines()[-6:] == [*words, *words, "refused", "refused"], run.stderr
+
+
+def test_coupled_contradicts_synthetic_acceptance(monkeypatch) -> None:
+    config = SimpleNamespace(rejection_sample_method="synthetic")
+    assert verify.method_of(config) == "synthetic"
+    monkeypatch.setenv("MTP_KERNELS_METHOD", "coupled")
+    assert verify.method_of(None) == "coupled"
+    with pytest.raises(ValueError, match="coupled contradicts rejection_sample_method='synthetic'"):
+        verify.method_of(config)
+
+
+def test_logits_without_a_law_are_counted_and_said_once_a_minute(caplog) -> None:
+    counter = verify.StatusCounter()
+    for status in ([0, 0], [1, 0], [3, 2]):
+        counter.add(torch.tensor(status, dtype=torch.int32))
+    assert counter.total == 3
+    assert [record.args for record in caplog.records] == [(1,)]

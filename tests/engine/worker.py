@@ -6,14 +6,16 @@ A job is `{"runner": "v1" | "v2", "engines": [...]}`, run one after the other; e
 
     llm       keyword arguments of `vllm.LLM`
     prompts   list of token id lists
-    sampling  keyword arguments of `SamplingParams`, or a list of them
+    sampling  keyword arguments of `SamplingParams`, or a list of them; those of
+              `StructuredOutputsParams` and `logit_bias` as JSON has them
     env       environment variables to set first
     feed      replaces the architecture's feed rule ("target" | "chain")
     async     true: keep async scheduling on, which vLLM's CPU platform switches off
 
-and gives `{"tokens": [...], "rounds": [...], "metrics": {...}, "config": {...}}`, or
-`{"error": text}` where the engine could not be made. A round is
-`[request index, last row, [layers run], [drafts]]`.
+and gives `{"tokens": [...], "logprobs": [...], "rounds": [...], "metrics": {...},
+"config": {...}}`, or `{"error": text}` where the engine could not be made. A round is
+`[request index, last row, [layers run], [drafts]]`; a token's logprobs are `[[id, logprob, rank],
+...]`.
 
 V2 is the GPU model runner. On a machine without a GPU its Triton kernels run in Triton's
 interpreter; vLLM wants to see an active Triton driver for that, so it is shown one.
@@ -97,8 +99,27 @@ def record_rounds(rounds: list) -> None:
     adapter.Drafter = Recorded
 
 
+def sampling_params(one: dict):
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    one = dict(one)
+    if "logit_bias" in one:
+        one["logit_bias"] = {int(token): bias for token, bias in one["logit_bias"].items()}
+    if "structured_outputs" in one:
+        one["structured_outputs"] = StructuredOutputsParams(**one["structured_outputs"])
+    return SamplingParams(**one)
+
+
+def token_logprobs(completion) -> list | None:
+    return completion.logprobs and [
+        sorted([token, value.logprob, value.rank] for token, value in of_token.items())
+        for of_token in completion.logprobs
+    ]
+
+
 def run(engine: dict) -> dict:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from mtp_kernels import archs
@@ -117,9 +138,9 @@ def run(engine: dict) -> dict:
         return {"error": f"{type(error).__name__}: {error}"}
     sampling = engine.get("sampling", {})
     if isinstance(sampling, list):
-        params = [SamplingParams(**one) for one in sampling]
+        params = [sampling_params(one) for one in sampling]
     else:
-        params = SamplingParams(**sampling)
+        params = sampling_params(sampling)
     outputs = llm.generate(
         [{"prompt_token_ids": ids} for ids in engine["prompts"]], params, use_tqdm=False
     )
@@ -135,6 +156,7 @@ def run(engine: dict) -> dict:
         entry[0] = index.get(entry[0], index.get(entry[0].rsplit("-", 1)[0], -1))
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "logprobs": [token_logprobs(output.outputs[0]) for output in outputs],
         "rounds": rounds,
         "metrics": metrics,
         "config": {
