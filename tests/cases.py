@@ -45,8 +45,8 @@ def threads(count: int) -> Iterator[None]:
 
 
 def strided_rows(x: Tensor, gap: int = 3) -> Tensor:
-    """The same values as a slice of a wider tensor whose other columns are NaN, or -1."""
-    other = torch.nan if x.is_floating_point() else -1
+    """The same values as a slice of a wider tensor whose other columns are NaN, or 55."""
+    other = torch.nan if x.is_floating_point() else 55
     wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), other, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]

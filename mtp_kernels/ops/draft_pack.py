@@ -314,4 +314,5 @@ OP = declare(
     mutates_args=[
         name for name in inspect.signature(draft_pack).parameters if name.startswith("out_")
     ],
+    triton="mtp_kernels.kernels.draft_pack:draft_pack",
 )
