@@ -91,6 +91,11 @@ class Expect {
  public:
   Expect(const char* op, const Tensor& first) : op_(op), device_(device_name(first)) {}
 
+  template <typename... Parts>
+  void that(bool ok, const Parts&... parts) const {
+    if (!ok) fail(op_, ": ", parts...);
+  }
+
   void device(const char* name, const Tensor& tensor) const {
     if (!tensor.defined()) fail(op_, ": ", name, " expected a tensor, got None");
     const std::string got = device_name(tensor);

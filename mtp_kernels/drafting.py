@@ -33,6 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mtp_kernels import ops
 from mtp_kernels.archs import Feed
 
 RunLayer = Callable[[int, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -40,11 +41,14 @@ RunLayer = Callable[[int, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 
 `scored [T, H]` goes to the head, `recycled [T, H]` to the next layer under CHAIN: the two differ
 in architectures that recycle before the final norm. With `write_kv` false the layer's KV cache
-must stay as it is.
+must stay as it is. Where the buffers have `rope`, that is what `positions` are, [A, T].
 """
 
-DraftToken = Callable[[int, Tensor], Tensor]
-"""`draft_token(step, scored [B, H]) -> ids [B]`: the head of the layer of this step."""
+DraftToken = Callable[[int, Tensor], Tensor | tuple[Tensor, Tensor]]
+"""`draft_token(step, scored [B, H]) -> ids [B]`: the head of the layer of this step.
+
+Or `-> (values [S, B], ids [S, B])`, the winners of S slices of the vocabulary, of all ranks.
+"""
 
 
 def layer_schedule(num_layers: int, num_drafts: int, repeat_last_layer: bool) -> list[int]:
@@ -92,6 +96,8 @@ class RoundBuffers:
     seq_lens: Tensor  # [max_requests] int, position of the last reserved row + 1
     last_row: Tensor  # [max_requests] int64, the row that drafts
     draft_ids: Tensor  # [max_requests, K] int64, the result
+    kv_slots: Tensor | None = None  # [KV-cache groups, max_rows] int64, -1 = the row holds no token
+    rope: Tensor | None = None  # [A, max_rows] int64, positions for RoPE where they are others
 
     @classmethod
     def allocate(
@@ -103,8 +109,10 @@ class RoundBuffers:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_groups: int = 0,
+        rope_axes: int = 0,
     ) -> "RoundBuffers":
-        """Zeroed buffers of their own."""
+        """Zeroed buffers of their own; without kv_groups or rope_axes those two are None."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -117,6 +125,8 @@ class RoundBuffers:
             seq_lens=zeros(max_requests, dtype=torch.int32),
             last_row=zeros(max_requests),
             draft_ids=zeros(max_requests, num_drafts),
+            kv_slots=zeros(kv_groups, max_rows) if kv_groups else None,
+            rope=zeros(rope_axes, max_rows) if rope_axes else None,
         )
 
 
@@ -153,19 +163,23 @@ class Drafter:
         hidden, device = buffers.hidden, buffers.hidden.device
         max_requests, past = buffers.last_row.numel(), num_drafts - 1
 
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def full(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
 
-        self._past = past
-        self._row_request = zeros(buffers.input_ids.numel())
-        self._slots = torch.full((max_requests,), num_slots, device=device)
-        self._lookahead = zeros(max_requests, past)
-        # Per slot; the extra last one takes the writes of padding requests.
-        self._kept_ids = zeros(num_slots + 1, past)
-        self._kept_hidden = zeros(num_slots + 1, past, hidden.shape[1], dtype=hidden.dtype)
-        self._num_kept = zeros(num_slots + 1)
-        self._end = torch.full_like(self._num_kept, -1)  # row after the last one
-        self._assumed = torch.full_like(self._kept_ids, -1)
+        # Of the round in the buffers, at fixed addresses too.
+        self._slots = full(-1, max_requests)
+        self._lookahead = full(-1, max_requests, past)
+        # Of the last round, per slot. draft_pack reads it, draft_step writes it.
+        self._memory = {
+            "kept_ids": full(0, num_slots, past),
+            "kept_hidden": full(0, num_slots, past, hidden.shape[1], dtype=hidden.dtype),
+            "num_kept": full(0, num_slots),
+            "end": full(-1, num_slots),
+            "assumed": full(-1, num_slots, past),
+            "kept_rope": None
+            if buffers.rope is None
+            else full(0, num_slots, buffers.rope.shape[0], past),
+        }
         self._slot_of: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._free_slots = list(range(num_slots))
 
@@ -179,7 +193,7 @@ class Drafter:
         Raises:
             ValueError: more requests than slots, or one request twice.
         """
-        num_slots = self._end.numel() - 1
+        num_slots = self._memory["end"].numel()
         if len(request_ids) > num_slots or len(set(request_ids)) < len(request_ids):
             raise ValueError(
                 f"request_ids: expected at most {num_slots} different ones, got "
@@ -192,7 +206,7 @@ class Drafter:
         for request_id in fresh:
             slot = self._free_slots.pop() if self._free_slots else self._slot_of.popitem(False)[1]
             self._slot_of[request_id] = slot
-            self._end[slot] = -1
+            self._memory["end"][slot] = -1
         return [self._slot_of[request_id] for request_id in request_ids]
 
     def pack(
@@ -208,8 +222,12 @@ class Drafter:
         lookahead_ids: Tensor,
         row_start: Tensor,
         num_rows: int,
+        block_tables: Sequence[Tensor] = (),
+        block_sizes: Sequence[int] = (),
+        max_len: int | None = None,
+        target_rope: Tensor | None = None,
     ) -> None:
-        """Fill the buffers with the rows of one round.
+        """Fill the buffers with the rows of one round, in one launch: `ops.draft_pack`.
 
         Every request must have a row that survives, and at least :func:`row_capacity` rows
         reserved; that is in the tensors, and not checked.
@@ -228,117 +246,82 @@ class Drafter:
                 already (a chunk's end), -1 = not known.
             row_start: [B + 1] int, offsets of the :func:`row_capacity` rows per request.
             num_rows: `row_start[B]`, as a host integer.
+            block_tables: per KV-cache group [B, C] int32; with them `buffers.kv_slots` is filled.
+            block_sizes: tokens per block of each group.
+            max_len: no KV slot for positions from here on.
+            target_rope: [A, Tq] int, for `buffers.rope` (M-RoPE).
 
         Raises:
-            ValueError: a shape that does not fit, or more requests or rows than the buffers hold.
+            RuntimeError: a shape that does not fit, or more requests or rows than the buffers hold.
         """
-        buffers, past, device = self.buffers, self._past, slots.device
-        num_requests = slots.numel()
-        for name, got, expected in (
-            ("query_start", query_start.shape, (num_requests + 1,)),
-            ("num_rejected", num_rejected.shape, (num_requests,)),
-            ("next_ids", next_ids.shape, (num_requests,)),
-            ("lookahead_ids", lookahead_ids.shape, (num_requests, past)),
-            ("row_start", row_start.shape, (num_requests + 1,)),
-        ):
-            if tuple(got) != expected:
-                raise ValueError(f"{name}: expected shape {list(expected)}, got {list(got)}")
-        for name, count, most in (
-            ("slots", num_requests, buffers.last_row.numel()),
-            ("num_rows", num_rows, buffers.input_ids.numel()),
-        ):
-            if count > most:
-                raise ValueError(f"{name}: expected at most {most}, got {count}")
-        slots = torch.where(slots >= 0, slots, self._end.numel() - 1)
-        query_start, row_start = query_start.long(), row_start.long()
-        first, num_new = query_start[:-1], query_start.diff() - num_rejected
-        capacity = row_start.diff()
-
-        # How many of the tokens assumed last round are confirmed by the tokens known now.
-        step = torch.arange(past, device=device)
-        following = (first[:, None] + 1 + step).clamp_(max=target_ids.numel() - 1)
-        known = torch.where(step < num_new[:, None] - 1, target_ids[following].long(), -1)
-        known = torch.where(step == num_new[:, None] - 1, next_ids.long()[:, None], known)
-        confirmed = (known == self._assumed[slots]).long().cumprod(1).sum(1)
-
-        first_position = target_positions[first]
-        window = torch.minimum(past - confirmed, self._num_kept[slots])
-        window = torch.where(self._end[slots] == first_position, window, 0)
-        window = torch.minimum(window, capacity - num_new)
-
-        request = torch.repeat_interleave(capacity, output_size=num_rows)
-        offset = torch.arange(num_rows, device=device) - row_start[request]
-        row_window = window[request]
-        in_window = offset < row_window
-        source = (first[request] + offset - row_window).clamp_(0, target_ids.numel() - 1)
-        kept = (past - row_window + offset).clamp_(0, max(past - 1, 0))
-
-        last_row = row_start[:-1] + window + num_new - 1
-        ids = target_ids[(source + 1).clamp_(max=target_ids.numel() - 1)].long()
-        hidden = target_hidden[source]
-        if past:
-            slot = slots[request]
-            ids = torch.where(in_window, self._kept_ids[slot, kept], ids)
-            hidden = torch.where(in_window[:, None], self._kept_hidden[slot, kept], hidden)
-        ids[last_row] = next_ids.long()
-
-        buffers.input_ids[:num_rows] = ids
-        buffers.positions[:num_rows] = first_position[request] - row_window + offset
-        buffers.hidden[:num_rows] = hidden
-        buffers.row_start[: num_requests + 1] = row_start
-        buffers.row_start[num_requests + 1 :] = num_rows  # padding requests have no rows
-        buffers.seq_lens[:num_requests] = first_position - window + capacity
-        buffers.seq_lens[num_requests:] = 0
-        buffers.last_row[:num_requests] = last_row
-        buffers.last_row[num_requests:] = 0
-        self._row_request[:num_rows] = request
-        self._slots.fill_(self._end.numel() - 1)
-        self._slots[:num_requests] = slots
-        self._lookahead[:num_requests] = lookahead_ids
+        buffers = self.buffers
+        ops.draft_pack.OP(
+            slots,
+            query_start,
+            num_rejected,
+            target_ids,
+            target_positions,
+            target_hidden,
+            next_ids,
+            lookahead_ids,
+            row_start,
+            num_rows,
+            **self._memory,
+            out_ids=buffers.input_ids,
+            out_positions=buffers.positions,
+            out_hidden=buffers.hidden,
+            out_row_start=buffers.row_start,
+            out_seq_lens=buffers.seq_lens,
+            out_last_row=buffers.last_row,
+            out_slots=self._slots,
+            out_lookahead=self._lookahead,
+            block_tables=block_tables,
+            block_sizes=block_sizes,
+            max_len=max_len,
+            out_kv_slots=buffers.kv_slots,
+            target_rope=target_rope,
+            out_rope=buffers.rope,
+        )
 
     def draft(
         self, num_requests: int, num_rows: int, run_layer: RunLayer, draft_token: DraftToken
     ) -> Tensor:
         """Run the layers over the packed rows; returns `draft_ids[:B]`, `[B, K]` int64.
 
+        Between two layers there is one launch, `ops.draft_step`, besides the gather of the rows to
+        score, and the copy of the recycled hidden states under CHAIN. Layers must not write into
+        the hidden states they are given: the first step remembers them.
+
         `num_requests` and `num_rows` may exceed what :meth:`pack` was given (padding of a
         captured graph); what is drafted for padding is meaningless and remembered nowhere.
         """
         buffers = self.buffers
-        ids = buffers.input_ids[:num_rows]
-        positions = buffers.positions[:num_rows]
+        ids, hidden = buffers.input_ids[:num_rows], buffers.hidden[:num_rows]
+        positions = buffers.positions if buffers.rope is None else buffers.rope
+        positions = positions[..., :num_rows]
         last_row = buffers.last_row[:num_requests]
-        draft_ids = buffers.draft_ids[:num_requests]
-        slots = self._slots[:num_requests]
-        request = self._row_request[:num_rows]
-        is_last = last_row[request] == torch.arange(num_rows, device=ids.device)
-        self._remember(slots, last_row, num_requests)
-
-        final_step = len(self.schedule) - 1
         for step, layer in enumerate(self.schedule):
-            hidden = buffers.hidden[:num_rows]
             # A repeated layer would overwrite its own rows with those of a deeper step.
             write_kv = step == layer
             scored, recycled = run_layer(layer, ids, positions, hidden, write_kv)
-            token = draft_token(step, scored[last_row])
-            draft_ids[:, step] = token
-            if step == final_step:
-                break
-            fed = self._lookahead[:num_requests, step]
-            fed = torch.where(fed >= 0, fed, token)
-            self._assumed[slots, step] = fed
-            ids.copy_(torch.where(is_last, fed[request].to(ids.dtype), ids.roll(-1)))
-            if self.feed is Feed.CHAIN or self.schedule[step + 1] == layer:
+            drafted = draft_token(step, scored[last_row])
+            values, winners = drafted if isinstance(drafted, tuple) else (None, drafted[None])
+            ops.draft_step.OP(
+                values,
+                winners,
+                step,
+                **self._memory,
+                input_ids=buffers.input_ids,
+                positions=buffers.positions,
+                hidden=buffers.hidden,
+                row_start=buffers.row_start,
+                last_row=buffers.last_row,
+                slots=self._slots,
+                lookahead=self._lookahead,
+                draft_ids=buffers.draft_ids,
+                rope=buffers.rope,
+            )
+            following = self.schedule[step + 1 : step + 2]
+            if following and (self.feed is Feed.CHAIN or following == [layer]):
                 hidden.copy_(recycled)
-        return draft_ids
-
-    def _remember(self, slots: Tensor, last_row: Tensor, num_requests: int) -> None:
-        """Keep the last K - 1 rows of each request, newest last, for the next round's repair."""
-        buffers, past = self.buffers, self._past
-        first_row = buffers.row_start[:num_requests]
-        rows = last_row[:, None] - torch.arange(past - 1, -1, -1, device=last_row.device)
-        rows = rows.clamp_(min=0)
-        self._kept_ids[slots] = buffers.input_ids[rows].long()
-        self._kept_hidden[slots] = buffers.hidden[rows]
-        self._num_kept[slots] = (last_row + 1 - first_row).clamp_(max=past)
-        self._end[slots] = buffers.positions[last_row] + 1
+        return buffers.draft_ids[:num_requests]

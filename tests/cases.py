@@ -14,12 +14,13 @@ from mtp_kernels import _C, build_info
 from mtp_kernels.ops.entry import pack_projection
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP64 = torch.float64  # of copies only
 
 CPU_ISAS: list[str] = build_info()["cpu_isas"]
 
 # (rtol, atol) between two implementations of an op whose outputs are about 1. Both round a normed
 # activation to the dtype, so one may differ by an ulp; the sums differ in fp32 order.
-TOLERANCES = {BF16: (2**-7, 2**-7), FP16: (2**-10, 2**-10), FP32: (1e-5, 1e-5)}
+TOLERANCES = {BF16: (2**-7, 2**-7), FP16: (2**-10, 2**-10), FP32: (1e-5, 1e-5), FP64: (0, 0)}
 
 
 @contextlib.contextmanager
@@ -44,8 +45,9 @@ def threads(count: int) -> Iterator[None]:
 
 
 def strided_rows(x: Tensor, gap: int = 3) -> Tensor:
-    """The same values as a slice of a wider tensor whose other columns are NaN."""
-    wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), torch.nan, dtype=x.dtype)
+    """The same values as a slice of a wider tensor whose other columns are NaN, or 55."""
+    other = torch.nan if x.is_floating_point() else 55
+    wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), other, dtype=x.dtype)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
 
@@ -309,3 +311,206 @@ def random_verify_row(seed: int) -> VerifyRow:
     shape = (pick([80, 100]), pick([0, 1, 3, 3, 5, 5]), vocab)
     options = {"method": method, "draft_kind": kind}
     return VerifyRow(f"random-{seed}", pick([BF16, FP16, FP32]), *shape, features, options)
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """One row of the draft_pack or draft_step table. features: what is switched on."""
+
+    id: str
+    dtype: torch.dtype
+    requests: int
+    drafts: int
+    hidden_size: int
+    features: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+NUM_SLOTS = 70
+MOST_REQUESTS = 67  # of a round
+POISON = -77  # in what is to be written
+
+
+def _draft_memory(row: DraftRow, axes: int, gen: torch.Generator) -> dict[str, Any]:
+    past = row.drafts - 1
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=gen)
+
+    memory: dict[str, Any] = {
+        "kept_ids": integers(9, NUM_SLOTS, past),
+        "kept_hidden": torch.randn(NUM_SLOTS, past, row.hidden_size, generator=gen).to(row.dtype),
+        "num_kept": integers(past + 1, NUM_SLOTS),
+        "end": integers(99, NUM_SLOTS),
+        "assumed": integers(9, NUM_SLOTS, past),
+    }
+    if "rope" in row.features:
+        memory["kept_rope"] = integers(99, NUM_SLOTS, axes, past)
+    return memory
+
+
+def draft_pack_inputs(row: DraftRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.draft_pack; every window from 0 to K - 1 rows."""
+    gen = torch.Generator().manual_seed(seed)
+    b, k, h, axes = row.requests, row.drafts, row.hidden_size, 3
+    has = row.features.__contains__
+    ints = torch.int32 if has("int32") else torch.int64
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=gen)
+
+    def starts(lengths: Tensor) -> Tensor:
+        return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+    def out(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.full(shape, POISON, dtype=dtype)
+
+    memory = _draft_memory(row, axes, gen)
+    query_lens = integers(1, k + 2, b)
+    if has("prefill"):
+        query_lens[::3] = integers(10, 30, len(query_lens[::3]))
+    rejected = (torch.rand(b, generator=gen) * query_lens).long()
+    slots = torch.randperm(NUM_SLOTS, generator=gen)[:b]
+    query_start, first_position = starts(query_lens), integers(k, 100, b)
+    num_targets = int(query_start[-1])
+    target_ids, next_ids = integers(0, 9, num_targets), integers(0, 9, b)
+    positions = [torch.arange(n) + p for n, p in zip(query_lens, first_position, strict=True)]
+    # Most rounds begin where the last one ended, and confirm some of what that one assumed.
+    memory["end"][slots] = torch.where(torch.rand(b, generator=gen) < 0.9, first_position, -1)
+    for i in range(b):
+        following = target_ids[query_start[i] + 1 : query_start[i + 1] - rejected[i]]
+        known = torch.cat([following, next_ids[i : i + 1]])[: integers(0, k, 1)]
+        memory["assumed"][slots[i], : len(known)] = known
+    if has("padding"):
+        slots[integers(0, b, 2)] = torch.tensor([-1, NUM_SLOTS])
+        rejected[b // 2] = query_lens[b // 2]  # nothing survives
+    row_start = starts(torch.maximum(query_lens, torch.tensor(k)) + integers(0, 2, b))
+    num_rows = int(row_start[-1])
+    most_rows = num_rows + 5
+    inputs: dict[str, Any] = {
+        "slots": slots.to(ints),
+        "query_start": query_start.to(ints),
+        "num_rejected": rejected.to(ints),
+        "target_ids": target_ids.to(ints),
+        "target_positions": torch.cat([*positions, integers(0, 1, 0)]).to(ints),
+        "target_hidden": torch.randn(num_targets + 2, h, generator=gen).to(row.dtype),
+        "next_ids": next_ids.to(ints),
+        "lookahead_ids": integers(-1, 2, b, k - 1).to(ints),
+        "row_start": row_start.to(ints),
+        "num_rows": num_rows,
+        **memory,
+        "out_ids": out(most_rows, dtype=torch.int32),
+        "out_positions": out(most_rows),
+        "out_hidden": out(most_rows, h, dtype=row.dtype),
+        "out_row_start": out(MOST_REQUESTS + 1, dtype=torch.int32),
+        "out_seq_lens": out(MOST_REQUESTS, dtype=ints),
+        "out_last_row": out(MOST_REQUESTS),
+        "out_slots": out(MOST_REQUESTS),
+        "out_lookahead": out(MOST_REQUESTS, k - 1),
+        "block_tables": [],
+        "block_sizes": [],
+        **row.options,
+    }
+    if has("kv"):
+        # Tables of two groups, whose ends some rows lie beyond; -1 = no block.
+        inputs["block_sizes"] = [16, 5]
+        tables = [integers(-1, 1000, b, columns).int() for columns in (7, 15)]
+        inputs["block_tables"] = [strided_rows(table) for table in tables]
+        inputs["out_kv_slots"] = out(2, most_rows)
+    if has("rope"):
+        inputs["target_rope"] = integers(0, 99, axes, num_targets).to(ints)
+        inputs["out_rope"] = out(axes, most_rows)
+    if has("strided"):
+        for name in ("target_hidden", "lookahead_ids", "target_rope", "out_hidden", "out_kv_slots"):
+            if name in inputs:
+                inputs[name] = strided_rows(inputs[name])
+    return inputs
+
+
+def draft_step_inputs(row: DraftRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.draft_step; step 0 unless the row says."""
+    gen = torch.Generator().manual_seed(seed)
+    b, k, h, axes, slices = row.requests, row.drafts, row.hidden_size, 3, 5
+    has = row.features.__contains__
+    ints = torch.int32 if has("int32") else torch.int64
+
+    def integers(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=gen)
+
+    counts = integers(k, k + 4, b)
+    if has("prefill"):
+        counts[::3] = integers(1000, 2500, len(counts[::3]))
+    row_start = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    row_start = torch.cat([row_start, row_start[-1:].expand(MOST_REQUESTS - b)])
+    used = 1 + (torch.rand(b, generator=gen) * counts).long()
+    most_rows = int(row_start[-1]) + 5
+    last_row = torch.zeros(MOST_REQUESTS, dtype=torch.int64)
+    last_row[:b] = row_start[:b] + used - 1
+    slots = torch.full((MOST_REQUESTS,), -1)
+    slots[:b] = torch.randperm(NUM_SLOTS, generator=gen)[:b]
+    if has("padding"):
+        slots[integers(0, b, 2)] = torch.tensor([-1, NUM_SLOTS])
+        b += 2  # requests of a captured graph that this round does not have
+    values = integers(-3, 3, slices, b).float()
+    ids = integers(0, 50, slices, b)
+    if has("bad_values"):
+        values[values == 0], values[values == 1] = torch.nan, -torch.inf
+        values[:, :1], ids[:, :1] = -torch.inf, 2**63 - 1
+    inputs: dict[str, Any] = {
+        "values": values,
+        "ids": ids.to(ints),
+        "step": 0,
+        "input_ids": integers(0, 50, most_rows).int(),
+        "positions": integers(0, 99, most_rows).to(ints),
+        "hidden": torch.randn(most_rows, h, generator=gen).to(row.dtype),
+        "row_start": row_start.to(ints),
+        "last_row": last_row.to(ints),
+        "slots": slots.to(ints),
+        "lookahead": integers(-1, 1, MOST_REQUESTS, k - 1).to(ints),
+        "draft_ids": torch.full((MOST_REQUESTS, k), POISON),
+        **_draft_memory(row, axes, gen),
+        **row.options,
+    }
+    if has("sampled"):
+        inputs |= {"values": None, "ids": inputs["ids"][:1]}
+    if has("rope"):
+        inputs["rope"] = integers(0, 99, axes, most_rows).to(ints)
+    if has("strided"):
+        for name in ("values", "ids", "hidden", "lookahead", "draft_ids", "rope"):
+            if inputs.get(name) is not None:
+                inputs[name] = strided_rows(inputs[name])
+    return inputs
+
+
+def _draft_row(
+    id: str, dtype: torch.dtype, shape: tuple[int, int, int], features: str = "", **options: Any
+) -> DraftRow:
+    return DraftRow(id, dtype, *shape, frozenset(features.split()), options)
+
+
+DRAFT_PACK_ROWS = [
+    _draft_row("bf16", BF16, (5, 3, 64)),
+    _draft_row("bf16-kv", BF16, (9, 3, 40), "kv int32", max_len=98),
+    _draft_row("bf16-all", BF16, (12, 4, 33), "kv rope strided padding prefill int32"),
+    _draft_row("bf16-many", BF16, (64, 3, 8), "kv padding", max_len=90),
+    _draft_row("bf16-one", BF16, (1, 3, 2100), "rope prefill"),
+    _draft_row("bf16-one-draft", BF16, (6, 1, 16), "kv rope padding"),
+    _draft_row("bf16-empty", BF16, (0, 3, 16), "kv rope"),
+    _draft_row("fp16", FP16, (7, 5, 24), "strided"),
+    _draft_row("fp32", FP32, (8, 2, 24), "padding prefill"),
+    _draft_row("fp64", FP64, (8, 6, 10), "rope padding int32"),
+]
+
+DRAFT_STEP_ROWS = [
+    _draft_row("bf16", BF16, (5, 3, 64)),
+    _draft_row("bf16-middle", BF16, (5, 3, 64), step=1),
+    _draft_row("bf16-final", BF16, (5, 3, 64), "padding", step=2),
+    _draft_row("bf16-all", BF16, (12, 4, 33), "rope strided padding prefill int32"),
+    _draft_row("bf16-many", BF16, (64, 3, 8), "padding bad_values", step=1),
+    _draft_row("bf16-one", BF16, (1, 3, 2100), "rope prefill sampled"),
+    _draft_row("bf16-one-draft", BF16, (6, 1, 16), "rope padding"),
+    _draft_row("bf16-empty", BF16, (0, 3, 16), "rope"),
+    _draft_row("fp16", FP16, (7, 5, 24), "strided bad_values"),
+    _draft_row("fp32", FP32, (8, 2, 24), "padding sampled strided"),
+    _draft_row("fp64", FP64, (8, 6, 10), "rope padding sampled int32"),
+]

@@ -1,5 +1,6 @@
 """Every op: each implementation against the PyTorch reference, opcheck, torch.compile, dispatch."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import mtp_kernels
 from mtp_kernels.ops import _declare
+from mtp_kernels.ops import draft_pack as pack_op
+from mtp_kernels.ops import draft_step as step_op
 from mtp_kernels.ops import entry as entry_op
 from mtp_kernels.ops import verify as verify_op
 
@@ -24,14 +27,33 @@ class Op(NamedTuple):
 
 
 OPS = {
+    "draft_pack": Op(
+        pack_op.OP, pack_op.draft_pack, cases.DRAFT_PACK_ROWS, cases.draft_pack_inputs, "triton"
+    ),
+    "draft_step": Op(
+        step_op.OP, step_op.draft_step, cases.DRAFT_STEP_ROWS, cases.draft_step_inputs, "triton"
+    ),
     "entry": Op(entry_op.OP, entry_op.entry, cases.ENTRY_ROWS, cases.entry_inputs, "compiled"),
     "verify": Op(verify_op.OP, verify_op.verify, cases.VERIFY_ROWS, cases.verify_inputs, "triton"),
 }
 ROWS = [pytest.param(op, row, id=f"{name}-{row.id}") for name, op in OPS.items() for row in op.rows]
 
 
-def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return (outputs,) if isinstance(outputs, Tensor) else outputs
+def as_tuple(outputs: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    return (outputs,) if isinstance(outputs, Tensor) else outputs or ()
+
+
+def run(
+    op: Op, call: Callable[..., Any], inputs: dict[str, Any]
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """What a call on copies returns; and what it may have written, in the whole of its storage."""
+    inputs = copy.deepcopy(inputs)
+    returned = as_tuple(call(**inputs))
+    written = [inputs.get(x.name) for x in op.call._schema.arguments if x.is_write]
+    storages = [
+        torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()) for x in written if x is not None
+    ]
+    return returned, storages
 
 
 @pytest.mark.parametrize("isa", cases.CPU_ISAS)
@@ -39,11 +61,12 @@ def as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 def test_matches_reference(op: Op, row: Any, isa: str) -> None:
     for seed in range(3):
         inputs = op.inputs(row, seed)
-        want = op.reference(**inputs)
+        want, want_written = run(op, op.reference, inputs)
         with cases.cpu_isa(isa):
-            got = op.call(**inputs)
+            got, written = run(op, op.call, inputs)
+        torch.testing.assert_close(written, want_written, rtol=0, atol=0, equal_nan=True)
         rtol, atol = cases.TOLERANCES[row.dtype]
-        for g, w in zip(as_tuple(got), as_tuple(want), strict=True):
+        for g, w in zip(got, want, strict=True):
             assert g.dtype == w.dtype and g.shape == w.shape
             exact = {} if w.is_floating_point() else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(g, w, **{"rtol": rtol, "atol": atol} | exact)
@@ -62,11 +85,13 @@ def test_compiles_to_one_graph(name: str) -> None:
     inputs = op.inputs(op.rows[0])
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x: dict[str, Any]) -> list[Tensor]:
-        return [out * 2 for out in as_tuple(op.call(**x))]
+    def compiled(**x: Any) -> tuple[Tensor, ...]:
+        return tuple(out * 2 for out in as_tuple(op.call(**x)))
 
-    want = [out * 2 for out in as_tuple(op.call(**inputs))]
-    torch.testing.assert_close(compiled(inputs), want, rtol=0, atol=0)
+    want, want_written = run(op, op.call, inputs)
+    got, written = run(op, compiled, inputs)
+    torch.testing.assert_close(got, tuple(out * 2 for out in want), rtol=0, atol=0)
+    torch.testing.assert_close(written, want_written, rtol=0, atol=0, equal_nan=True)
 
 
 def owner(name: str, key: str) -> str:
@@ -80,10 +105,9 @@ def test_who_owns_each_dispatch_key(name: str) -> None:
     assert f"csrc/{name}_cpu.cpp" in owner(name, "CPU")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     op = f"mtp_kernels::{name}"
-    if OPS[name].cuda == "triton":
-        assert "_declare.py" in owner(name, "CUDA")
-    else:
-        assert has_kernel(op, "CUDA") == mtp_kernels.build_info()["cuda"]
+    has_triton = OPS[name].cuda == "triton"
+    assert has_kernel(op, "CUDA") == (has_triton or mtp_kernels.build_info()["cuda"])
+    assert ("_declare.py" in owner(name, "CUDA")) == (has_triton or not has_kernel(op, "CUDA"))
     assert has_kernel(op, "Meta") and has_kernel(op, "CompositeExplicitAutograd")
 
 
