@@ -133,10 +133,10 @@ def on_the_edge() -> dict[str, dict[str, Any]]:
     neighbours = torch.full((6, 500), 1.0)
     neighbours[3:] *= -1
     neighbours[:3, 77], neighbours[3:, 77] = 1.0078125, -0.99609375
-    # Kept lanes in blocks whose highest logits lie far apart.
+    # Kept lanes in blocks whose highest logits lie apart: 39 against one that weighs 20.
     apart = torch.zeros(12, 8193)
-    apart[:, 4096:] += 3
-    apart[:, torch.arange(40) * 200] += 4
+    apart[:, torch.arange(39) * 100] = 4.0
+    apart[:, 5000] = 7.0
     return {
         "far-rows": base | {"logits": far},
         "signed-zeros": base | {"logits": x.sign() * 0.0} | filters,
@@ -144,9 +144,7 @@ def on_the_edge() -> dict[str, dict[str, Any]]:
         "large": base | {"logits": x * 3e38, "temperature": torch.tensor([1e-5, 1.0])} | filters,
         "border-of-greedy": sampled(torch.zeros(12, 70), temperature=border),
         "cut-between-neighbours": sampled(neighbours.to(BF16), min_p=torch.full((6,), 0.998)),
-        "blocks-apart": sampled(
-            apart, top_k=torch.full((12,), 40), temperature=torch.arange(1, 13.0)
-        ),
+        "blocks-apart": sampled(apart, top_k=torch.full((12,), 40)),
         "nothing-left": base
         | {
             "logits": torch.full((4, 70), -9e9).index_fill_(1, torch.tensor([3, 5]), 0.0),
