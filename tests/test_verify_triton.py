@@ -99,7 +99,7 @@ def many_above_the_cut() -> dict[str, dict[str, Any]]:
 
 
 def on_the_edge() -> dict[str, dict[str, Any]]:
-    """Rows two gibibytes apart, signed zeros, and temperatures at the border of greedy."""
+    """One case for each thing that random rows do not show. Each made a wrong kernel fail."""
     x = torch.randn(4, 70, generator=torch.Generator().manual_seed(3))
     base = {
         "draft_ids": torch.tensor([[3], [5]]),
@@ -108,18 +108,50 @@ def on_the_edge() -> dict[str, dict[str, Any]]:
         "temperature": torch.tensor([0.8, 1.2]),
         "seeds": torch.tensor([-1, 2**63 - 1]),
     }
-    stride = 2**31 + 16
+    filters = {"top_k": torch.tensor([1, 40]), "top_p": torch.tensor([0.3, 0.9])}
+
+    def sampled(logits: Tensor, **options: Any) -> dict[str, Any]:
+        """Requests without drafts, one a row."""
+        count = logits.shape[0]
+        return {
+            "logits": logits,
+            "draft_ids": torch.empty(count, 0, dtype=torch.int64),
+            "cu_rows": torch.arange(count + 1),
+            "positions": torch.arange(count),
+            "temperature": torch.ones(count),
+            "seeds": torch.arange(count),
+        } | options
+
+    # The offset of row 3 does not fit 32 bits, its stride does.
+    stride = 2**30 + 16
     far = torch.empty(3 * stride + 70, dtype=BF16).as_strided((4, 70), (stride, 1))
     far.copy_(x)
-    zeros = x.sign() * 0.0
-    border = torch.tensor([1e-5, 1e-5]).nextafter(torch.tensor([0.0, 1.0]))
-    filters = {"top_k": torch.tensor([1, 40]), "top_p": torch.tensor([0.3, 0.9])}
+    # 1e-5 is not below itself; all are tied, so that only greedy takes the first.
+    border = torch.full((12,), 1e-5)
+    border[::3] = border[::3].nextafter(torch.zeros(4))
+    # A cut between two neighbours of bfloat16: only the other is kept.
+    neighbours = torch.full((6, 500), 1.0)
+    neighbours[3:] *= -1
+    neighbours[:3, 77], neighbours[3:, 77] = 1.0078125, -0.99609375
+    # Kept lanes in blocks whose highest logits lie apart: 39 against one that weighs 20.
+    apart = torch.zeros(12, 8193)
+    apart[:, torch.arange(39) * 100] = 4.0
+    apart[:, 5000] = 7.0
     return {
         "far-rows": base | {"logits": far},
-        "signed-zeros": base | {"logits": zeros} | filters,
-        "border-of-greedy": base | {"logits": x, "temperature": border},
+        "signed-zeros": base | {"logits": x.sign() * 0.0} | filters,
         "hot": base | {"logits": x, "temperature": torch.tensor([3e38, 1e30])},
         "large": base | {"logits": x * 3e38, "temperature": torch.tensor([1e-5, 1.0])} | filters,
+        "border-of-greedy": sampled(torch.zeros(12, 70), temperature=border),
+        "cut-between-neighbours": sampled(neighbours.to(BF16), min_p=torch.full((6,), 0.998)),
+        "blocks-apart": sampled(apart, top_k=torch.full((12,), 40)),
+        "nothing-left": base
+        | {
+            "logits": torch.full((4, 70), -9e9).index_fill_(1, torch.tensor([3, 5]), 0.0),
+            "allowed_mask": torch.tensor([[8, 0, 0], [-1] * 3, [32, 0, 0], [-1] * 3]).int(),
+            "synthetic_rates": torch.zeros(1),
+            "method": "synthetic",
+        },
     }
 
 

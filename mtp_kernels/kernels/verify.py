@@ -9,6 +9,8 @@ draft_logits.
 
 The reference in ops/verify.py is the definition; names here are its names. Nothing fuses, divides
 approximately or depends on the order of a float sum, so the bits are the reference's.
+
+Run in Triton's interpreter; compiled for sm_80, sm_90 and sm_100, not run there (Triton 3.9).
 """
 
 import contextlib
