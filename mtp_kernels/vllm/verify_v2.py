@@ -18,6 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from mtp_kernels import verification
 from mtp_kernels.verification import Drafts, Method, Penalties, Sampling
+from mtp_kernels.vllm.compat import warn_once
 from mtp_kernels.vllm.verify import STATUS
 
 _KNOWN_PROCESSORS = {BadWordsState, LogitBiasState, PenaltiesState}
@@ -117,6 +118,11 @@ def _decide(
     requests = context.idx_mapping_np
     sampling = _filters(sampler, context)
     if needs_copy(sampler, requests):
+        if _uses_processors(sampler, requests):
+            warn_once(
+                "mtp_kernels: bad_words, allowed_token_ids, min_tokens, thinking budgets and "
+                "custom processors are applied by vLLM, to a copy of the logits in fp32"
+            )
         logits = logits.to(torch.float32, copy=True)
         for processor in sampler.logits_processors:
             logits = processor.apply(logits, context)
