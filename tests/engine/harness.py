@@ -14,7 +14,7 @@ LAST = 20
 """How many of the workload's requests, the longest, run in the preempted run."""
 
 LAW_PROMPT = "Q: "
-LAW = {"v1": (1200, 8), "v2": (200, 3)}
+LAW = {"v1": (2000, 8), "v2": (200, 3)}
 """Samples per runner for the test of their law, and the length of each."""
 
 NUM_COUPLED = 200

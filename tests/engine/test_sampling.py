@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from harness import LAW, LAW_PROMPT, NUM_COUPLED, variants
-from oracle import chi_square, law_of_text
+from oracle import LEAST_EXPECTED, chi_square, law_of_text
 
 FALSE_ALARM = 1e-6
 """Chance that one test of a right law fails."""
@@ -16,7 +16,7 @@ LAW_RUNS = ("greedy drafts", "sampled drafts", "block")
 def _chi_square(run: dict, model, encode, runner: str, top_p: float) -> tuple[float, int, float]:
     num, length = LAW[runner]
     prompt = encode(LAW_PROMPT)
-    law = law_of_text(model, prompt, length, 0.8, top_p, 5 / num)
+    law = law_of_text(model, prompt, length, 0.8, top_p, LEAST_EXPECTED / num)
     texts = run["tokens"][:num] if top_p == 1 else run["tokens"][num:]
     return chi_square(law, texts)
 
