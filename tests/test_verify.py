@@ -335,9 +335,9 @@ def test_a_text_of_several_rounds_has_the_law_of_the_target(method: str) -> None
     Position t has law p_t whatever came before, so four positions have the product of the laws.
     """
     count, vocab, num_drafts, length = 100_000, 3, 3, 4
-    p, q = overlapping_laws(vocab, length + num_drafts + 2)
+    p, q = overlapping_laws(vocab, length + 2 * num_drafts + 2)
     seeds = torch.arange(count) * 7919 - 5
-    text = torch.full((count, length + num_drafts + 1), -1)
+    text = torch.full((count, length + 2 * num_drafts + 1), -1)
     done = torch.zeros(count, dtype=torch.int64)
     while int(done.min()) < length:
         drafts = []
