@@ -12,6 +12,7 @@ from torch import Tensor
 import mtp_kernels
 from mtp_kernels.ops import _declare
 from mtp_kernels.ops import entry as entry_op
+from mtp_kernels.ops import head_argmax as head_op
 from mtp_kernels.ops import verify as verify_op
 
 
@@ -21,10 +22,19 @@ class Op(NamedTuple):
     rows: list[Any]
     inputs: Callable[..., dict[str, Any]]
     cuda_kernel: bool  # whether a build with CUDA has one
+    agree: Callable[..., None] | None = None  # instead of equal integers
 
 
 OPS = {
     "entry": Op(entry_op.OP, entry_op.entry, cases.ENTRY_ROWS, cases.entry_inputs, True),
+    "head_argmax": Op(
+        head_op.OP,
+        head_op.head_argmax,
+        cases.HEAD_ROWS,
+        cases.head_inputs,
+        False,
+        cases.head_agrees,
+    ),
     "verify": Op(verify_op.OP, verify_op.verify, cases.VERIFY_ROWS, cases.verify_inputs, False),
 }
 ROWS = [pytest.param(op, row, id=f"{name}-{row.id}") for name, op in OPS.items() for row in op.rows]
@@ -42,9 +52,14 @@ def test_matches_reference(op: Op, row: Any, isa: str) -> None:
         want = op.reference(**inputs)
         with cases.cpu_isa(isa):
             got = op.call(**inputs)
-        rtol, atol = cases.TOLERANCES[row.dtype]
-        for g, w in zip(as_tuple(got), as_tuple(want), strict=True):
+        pairs = list(zip(as_tuple(got), as_tuple(want), strict=True))
+        for g, w in pairs:
             assert g.dtype == w.dtype and g.shape == w.shape
+        if op.agree:
+            op.agree(inputs, got, want)
+            continue
+        rtol, atol = cases.TOLERANCES[row.dtype]
+        for g, w in pairs:
             exact = {} if w.is_floating_point() else {"rtol": 0, "atol": 0}
             torch.testing.assert_close(g, w, **{"rtol": rtol, "atol": atol} | exact)
 
