@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "params.h"
+
 namespace mtp {
 
 using torch::headeronly::ScalarType;
@@ -52,6 +54,22 @@ inline std::string dtype_name(ScalarType dtype) {
     default:
       return "dtype number " + std::to_string(static_cast<int>(dtype));
   }
+}
+
+// Of a tensor whose dtype has been checked to be one of the three.
+inline DType float_dtype(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::BFloat16:
+      return DType::bf16;
+    case ScalarType::Half:
+      return DType::fp16;
+    default:
+      return DType::fp32;
+  }
+}
+
+inline const void* data_or_null(const OptionalTensor& tensor) {
+  return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
 inline std::string device_name(const Tensor& tensor) {

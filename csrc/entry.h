@@ -2,11 +2,9 @@
 // per-instruction-set objects and the device code include it.
 #pragma once
 
-#include <cstdint>
+#include "params.h"
 
 namespace mtp {
-
-enum class DType { bf16, fp16, fp32 };
 
 struct EntryParams {
   int64_t rows;          // T

@@ -22,10 +22,6 @@ struct EntryArgs {
   bool strict_ids;
 };
 
-inline const void* data_or_null(const OptionalTensor& tensor) {
-  return tensor ? tensor->const_data_ptr() : nullptr;
-}
-
 // [T] values, one per row of hidden; a single row may come without its T axis.
 inline void expect_per_row(const Expect& expect, const char* name, const Tensor& tensor,
                            int64_t rows, bool single) {
@@ -118,9 +114,7 @@ inline EntryParams check_entry(const EntryArgs& a) {
   p.rows = rows;
   p.hidden_size = hidden_size;
   p.out_features = out_features;
-  p.dtype = dtype == ScalarType::BFloat16 ? DType::bf16
-            : dtype == ScalarType::Half   ? DType::fp16
-                                          : DType::fp32;
+  p.dtype = float_dtype(a.hidden);
   p.hidden = a.hidden.const_data_ptr();
   p.hidden_stride = single ? hidden_size : a.hidden.stride(0);
   p.embeds = embeds.const_data_ptr();
