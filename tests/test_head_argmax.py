@@ -277,10 +277,10 @@ def test_greedy_rows_beside_sampled_ones(run: Callable[..., Outputs]) -> None:
 @pytest.mark.parametrize("isa", cases.CPU_ISAS)
 @pytest.mark.parametrize("stream", ["draft", "target"])
 def test_the_law_of_a_sample(stream: str, isa: str) -> None:
-    """Chi-square of 200,000 draws against softmax(logits / temperature); false alarm 1e-6."""
+    """Chi-square of 100,000 draws against softmax(logits / temperature); false alarm 1e-6."""
     gen = torch.Generator().manual_seed(1)
-    vocab, draws, temperature = 700, 200_000, 0.8
-    logits = torch.randn(vocab, generator=gen)
+    vocab, draws, temperature = 600, 100_000, 0.8
+    logits = 0.5 * torch.randn(vocab, generator=gen)
     p = (logits / temperature).softmax(0).double()
     counts = torch.zeros(vocab)
     with cases.cpu_isa(isa):
@@ -355,7 +355,7 @@ BAD = [  # what is changed in a good sampled call with T = 7, H = 64, V = 1200; 
     ({"seeds": torch.zeros(7).int()}, "seeds expected dtype int64, got int32"),
     ({"positions": torch.zeros(7)}, "positions expected dtype int32 or int64, got float32"),
     ({"positions": torch.zeros(8).int()}, "positions expected shape [7], got [8]"),
-    ({"stream": "accept"}, "stream expected draft or target, got accept"),
+    ({"stream": "accept"}, "stream expected one of target, draft, got 'accept'"),
 ]
 
 

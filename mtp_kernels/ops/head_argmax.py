@@ -169,7 +169,9 @@ def _check(
         expect.dtype("positions", positions, torch.int32, torch.int64)
         expect.shape("positions", positions, num_tokens)
         expect.unit_stride("positions", positions)
-    expect.that(stream in STREAMS, f"stream expected draft or target, got {stream}")
+    expect.that(
+        stream in STREAMS, f"stream expected one of {', '.join(STREAMS)}, got {stream!r}"
+    )
 
 
 def _fake(hidden: Tensor, head_weight: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
