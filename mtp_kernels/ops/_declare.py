@@ -1,8 +1,11 @@
 """How an op is declared: its PyTorch reference is schema, fallback, fake and documentation.
 
-C++ adds kernels under the CPU and CUDA keys, which the dispatcher prefers to the fallback.
+C++ adds kernels under the CPU and CUDA keys, which the dispatcher prefers to the fallback. A Triton
+launcher takes the CUDA key where the build has no compiled kernel.
 """
 
+import functools
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +21,15 @@ def declare(
     *,
     mutates_args: Sequence[str] = (),
     fake: Callable[..., Any] | None = None,
+    triton: str | None = None,
 ) -> torch._ops.OpOverload:
     """Register `reference` as op `mtp_kernels::<its name>` and return the op.
 
     reference: plain PyTorch on tensors of any device; type annotations give the schema.
     mutates_args: names of the arguments that are written.
     fake: runs on tensors without data; only for a reference that reads values.
+    triton: "module:function" of a launcher with the reference's signature, for CUDA tensors. It is
+        imported, and Triton with it, at the first call; without Triton the reference runs.
     """
     name = reference.__name__
     warned: set[str] = set()
@@ -43,8 +49,31 @@ def declare(
     schema = torch.library.infer_schema(reference, mutates_args=mutates_args)
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, fallback, "CompositeExplicitAutograd")
+    # Compiled kernels are registered by now: _C is loaded before the ops are declared.
+    compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"mtp_kernels::{name}", "CUDA")
+    if triton is not None and not compiled:
+        LIBRARY.impl(name, _lazy(triton, fallback), "CUDA")
     torch.library.register_fake(f"mtp_kernels::{name}", fake or reference, lib=LIBRARY)
     return getattr(torch.ops.mtp_kernels, name).default
+
+
+def _lazy(launcher: str, fallback: Callable[..., Any]) -> Callable[..., Any]:
+    """`launcher`, imported when it is first called; `fallback` on a machine without Triton."""
+
+    @functools.cache
+    def load() -> Callable[..., Any]:
+        module, function = launcher.split(":")
+        try:
+            return getattr(importlib.import_module(module), function)
+        except ModuleNotFoundError as error:
+            if error.name != "triton":
+                raise
+            return fallback
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return load()(*args, **kwargs)
+
+    return call
 
 
 class Expect:

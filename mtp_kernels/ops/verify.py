@@ -588,4 +588,4 @@ def _fake(logits: Tensor, draft_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor
     )
 
 
-OP = declare(verify, fake=_fake)
+OP = declare(verify, fake=_fake, triton="mtp_kernels.kernels.verify:verify")
