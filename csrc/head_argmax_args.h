@@ -33,9 +33,9 @@ inline HeadArgmaxParams check_head_argmax(const HeadArgmaxArgs& a) {
   expect.device("head_weight", weight);
   expect.dtype("head_weight", weight, {a.hidden.scalar_type()});
   const bool packed = weight.dim() == 4;
-  const bool fits = packed ? 2 * weight.size(1) == size && weight.size(2) == kPanel &&
-                                 weight.size(3) == 2
-                           : weight.dim() == 2 && weight.size(1) == size;
+  const bool fits =
+      packed ? 2 * weight.size(1) == size && weight.size(2) == kPanel && weight.size(3) == 2
+             : weight.dim() == 2 && weight.size(1) == size;
   if (!fits || weight.size(0) < 1)
     fail("head_argmax: head_weight expected shape [V >= 1, ", size, "] or packed [V/16, ", size / 2,
          ", 16, 2], got ", shape_name(weight.sizes()));

@@ -30,9 +30,8 @@ std::tuple<Tensor, Tensor> head_argmax_cpu(Tensor hidden, Tensor head_weight,
                                            OptionalTensor id_map, OptionalTensor temperature,
                                            OptionalTensor seeds, OptionalTensor positions,
                                            StringHandle stream) {
-  HeadArgmaxParams p =
-      check_head_argmax({hidden, head_weight, vocab_size, vocab_start, id_map, temperature, seeds,
-                         positions, take_string(stream)});
+  HeadArgmaxParams p = check_head_argmax({hidden, head_weight, vocab_size, vocab_start, id_map,
+                                          temperature, seeds, positions, take_string(stream)});
   Tensor values = torch::stable::new_empty(hidden, {p.slices, p.rows}, ScalarType::Float);
   Tensor ids = torch::stable::new_empty(hidden, {p.slices, p.rows}, ScalarType::Long);
   if (p.rows == 0) return {values, ids};

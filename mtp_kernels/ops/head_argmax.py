@@ -169,9 +169,7 @@ def _check(
         expect.dtype("positions", positions, torch.int32, torch.int64)
         expect.shape("positions", positions, num_tokens)
         expect.unit_stride("positions", positions)
-    expect.that(
-        stream in STREAMS, f"stream expected one of {', '.join(STREAMS)}, got {stream!r}"
-    )
+    expect.that(stream in STREAMS, f"stream expected one of {', '.join(STREAMS)}, got {stream!r}")
 
 
 def _fake(hidden: Tensor, head_weight: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -180,4 +178,4 @@ def _fake(hidden: Tensor, head_weight: Tensor, **_: Any) -> tuple[Tensor, Tensor
     return hidden.new_empty(shape, dtype=torch.float32), hidden.new_empty(shape, dtype=torch.int64)
 
 
-OP = declare(head_argmax, fake=_fake)
+OP = declare(head_argmax, fake=_fake, triton="mtp_kernels.kernels.head_argmax:head_argmax")
