@@ -178,8 +178,8 @@ def head_argmax(
     return values, ids
 
 
-# Fixed, no autotuning on the serving path. Memory is the limit up to 16 tokens: tiles of 16 KB,
-# four on their way, three programs on an SM: all 298 slices of 152,576 tokens run at once on 132 SMs.
+# Fixed, no autotuning on the serving path. Memory is the limit up to 16 tokens: 16 KB tiles, four
+# on their way, three programs on an SM: all 298 slices of 152,576 tokens run at once on 132 SMs.
 _SKINNY = {"BLOCK_T": 16, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
 # Philox takes registers: half the lanes a thread, for two programs on an SM without spills.
 _SAMPLED = _SKINNY | {"BLOCK_V": 64, "BLOCK_K": 128}
