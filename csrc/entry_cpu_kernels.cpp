@@ -99,8 +99,9 @@ void project_panels(const EntryParams& p, int64_t begin, int64_t end) {
     if constexpr (kIsBf16<T>) {
       if (p.packed) dot_panels(w + col0 * inputs, panels, x, p.rows, inputs, sums, kSumsStride);
     }
-    if (!p.packed)
-      dot_rows(w + col0 * p.proj_stride, p.proj_stride, cols, x, p.rows, inputs, sums, kSumsStride);
+    for (int64_t r = 0; r < p.rows && !p.packed; r += kChunkRows)
+      dot_rows(w + col0 * p.proj_stride, p.proj_stride, cols, x + r * padded_inputs(inputs),
+               min(kChunkRows, p.rows - r), inputs, sums + r * kSumsStride, kSumsStride);
     for (int64_t r = 0; r < p.rows; ++r)
       for (int64_t c = 0; c < cols; ++c) {
         const float value = sums[r * kSumsStride + c] + (bias ? to_float(bias[col0 + c]) : 0.0f);

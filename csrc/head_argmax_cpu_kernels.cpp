@@ -91,14 +91,20 @@ void choose(const HeadArgmaxParams& p, int64_t t, int64_t row, int64_t count, fl
       logits[i] = logits[i] * scale - noise[i % (4 * Vec::kLanes)];
     }
   }
-  best = kMinusInfinity;
-  for (int64_t i = 0; i < count; ++i) best = logits[i] > best ? logits[i] : best;
+  for (int64_t i = count; i % Vec::kLanes; ++i) logits[i] = kMinusInfinity;
+  Vec highest = broadcast(kMinusInfinity);  // NaN is not higher
+  for (int64_t i = 0; i < count; i += Vec::kLanes) highest = max(load(logits + i), highest);
+  float lanes[Vec::kLanes];
+  store(lanes, highest);
+  best = lanes[0];
+  for (float lane : lanes) best = lane > best ? lane : best;
   best_id = kNoId;
-  for (int64_t i = 0; i < count; ++i)
-    if (logits[i] == best) {
-      const int64_t id = id_of(p, row + i);
-      best_id = id < best_id ? id : best_id;
-    }
+  for (int64_t i = 0; i < count; ++i) {
+    if (logits[i] != best) continue;
+    const int64_t id = id_of(p, row + i);
+    best_id = id < best_id ? id : best_id;
+    if (!p.id_map.data) break;  // ids ascend
+  }
 }
 
 template <typename T>
@@ -108,7 +114,8 @@ void slices(const HeadArgmaxParams& p, int64_t begin, int64_t end) {
   float* logits = new float[min(p.rows, kChunkRows) * kSlice];
   for (int64_t slice = begin; slice < end; ++slice) {
     const int64_t row = slice * kSlice;
-    const int64_t count = min(kSlice, p.vocab_size - row);  // none, or fewer, in padding
+    const int64_t end_row = min(row + kSlice, p.vocab_size);
+    const int64_t count = end_row > row ? end_row - row : 0;  // the rest is padding
     for (int64_t first = 0; first < p.rows; first += kChunkRows) {
       const int64_t rows = min(kChunkRows, p.rows - first);
       const Input<T>* chunk = x + first * padded_inputs(p.hidden_size);
