@@ -72,6 +72,17 @@ inline const void* data_or_null(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
+// A `str` argument. TORCH_BOX converts a std::string too, but in torch 2.13 leaks it.
+inline std::string take_string(StringHandle handle) {
+  size_t length = 0;
+  const char* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
 inline std::string device_name(const Tensor& tensor) {
   if (tensor.is_cpu()) return "cpu";
   if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());

@@ -128,12 +128,12 @@ void run(const VerifyParams& p) {
 std::tuple<Tensor, Tensor, Tensor> verify_cpu(
     Tensor logits, Tensor draft_ids, Tensor cu_rows, Tensor positions, Tensor temperature,
     Tensor seeds, OptionalTensor top_k, OptionalTensor top_p, OptionalTensor min_p,
-    OptionalTensor draft_logits, OptionalTensor draft_rows, std::string draft_kind,
+    OptionalTensor draft_logits, OptionalTensor draft_rows, StringHandle draft_kind,
     OptionalTensor allowed_mask, OptionalTensor bias_ids, OptionalTensor bias_values,
     OptionalTensor penalty_rows, OptionalTensor output_counts, OptionalTensor prompt_mask,
     OptionalTensor presence_penalty, OptionalTensor frequency_penalty,
-    OptionalTensor repetition_penalty, OptionalTensor synthetic_rates, std::string method,
-    std::string stream) {
+    OptionalTensor repetition_penalty, OptionalTensor synthetic_rates, StringHandle method,
+    StringHandle stream) {
   VerifyParams p = check_verify({logits,
                                  draft_ids,
                                  cu_rows,
@@ -145,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> verify_cpu(
                                  min_p,
                                  draft_logits,
                                  draft_rows,
-                                 draft_kind,
+                                 take_string(draft_kind),
                                  allowed_mask,
                                  bias_ids,
                                  bias_values,
@@ -156,8 +156,8 @@ std::tuple<Tensor, Tensor, Tensor> verify_cpu(
                                  frequency_penalty,
                                  repetition_penalty,
                                  synthetic_rates,
-                                 method,
-                                 stream});
+                                 take_string(method),
+                                 take_string(stream)});
   check_values(p);
   Tensor token_ids = torch::stable::new_empty(logits, {p.requests, p.drafts + 1}, ScalarType::Long);
   Tensor num_accepted = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);

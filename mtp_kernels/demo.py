@@ -1,8 +1,8 @@
 """What the MTP layers are worth: one held-out set, three ways to decode it, one table.
 
 Every row is a real vLLM engine in a process of its own: without drafts, with vLLM's own MTP
-(`MTP_KERNELS_DISABLE=layers,verify`), and with this package. Greedy in bfloat16, so all three must give
-the same text; what differs is how many drafts are accepted.
+(`MTP_KERNELS_DISABLE=layers,verify`), and with this package. Greedy in bfloat16, so all three must
+give the same text; what differs is how many drafts are accepted.
 """
 
 import argparse

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtp_kernels import _C, build_info
+from mtp_kernels.ops import head_argmax as head_op
 from mtp_kernels.ops.entry import pack_projection
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -136,6 +137,98 @@ ENTRY_ROWS = [
     _row("fp32", FP32, (5, 128, 128), "embed_norm", "int32"),
     _row("fp32-odd", FP32, (7, 71, 37), "bias", "strided", hidden_first=True),
     _row("fp32-two-blocks", FP32, (18, 1100, 50), "embeds", gamma_offset=1),
+]
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """One row of the head_argmax table. features: what is switched on."""
+
+    id: str
+    dtype: torch.dtype
+    tokens: int
+    hidden_size: int
+    vocab: int
+    features: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def head_inputs(row: HeadRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.head_argmax. Logits are about 1."""
+    gen = torch.Generator().manual_seed(seed)
+    t, h, v = row.tokens, row.hidden_size, row.vocab
+    has = row.features.__contains__
+    hidden = torch.randn(t, h, generator=gen).to(row.dtype)
+    weight = (torch.randn(v, h, generator=gen) * h**-0.5).to(row.dtype)
+    if has("nan"):
+        hidden[0] = torch.nan
+        weight[torch.randint(0, v, (v // 3,), generator=gen), 0] = torch.nan
+    ints = torch.int32 if has("int32") else torch.int64
+    inputs: dict[str, Any] = {"hidden": hidden, "head_weight": weight, **row.options}
+    if has("strided"):
+        inputs |= {"hidden": strided_rows(hidden), "head_weight": strided_rows(weight)}
+    if has("packed"):
+        inputs["head_weight"] = pack_projection(weight)
+    if has("id_map"):
+        inputs["id_map"] = torch.randperm(5 * v, generator=gen)[:v].to(ints)
+    if has("sampled"):
+        temperature = 0.3 + torch.rand(t, generator=gen)
+        temperature[t // 2 : t // 2 + 1] = 1e-6  # one greedy row
+        inputs |= {
+            "temperature": temperature,
+            "seeds": torch.randint(-(2**62), 2**62, (t,), generator=gen),
+            "positions": torch.randint(0, 2**31 - 1, (t,), generator=gen).to(ints),
+        }
+    return inputs
+
+
+def head_agrees(inputs: Mapping[str, Any], got: list[Tensor], want: list[Tensor]) -> None:
+    """Asserts that two results of head_argmax are the same up to rounding.
+
+    An id may differ where the reference's value of it is within the tolerance of its best; those
+    must be rare.
+    """
+    rtol, atol = TOLERANCES[inputs["hidden"].dtype]
+    torch.testing.assert_close(got[0], want[0], rtol=rtol, atol=atol)
+    arguments = {"vocab_size": None, "vocab_start": 0, "id_map": None, "stream": "draft"}
+    arguments |= dict.fromkeys(["temperature", "seeds", "positions"]) | inputs
+    values, ids = head_op.values_and_ids(**arguments)
+    differing = (got[1] != want[1]).nonzero().tolist()
+    for part, row in differing:
+        lanes = (ids[row] == got[1][part, row]).nonzero().flatten().tolist()
+        assert [lane // head_op.SLICE for lane in lanes] == [part], "not an id of the slice"
+        value = values[row, lanes[0]]
+        torch.testing.assert_close(value, want[0][part, row], rtol=rtol, atol=atol)
+    assert len(differing) <= max(1, got[1].numel() // 100)
+
+
+def _head_row(
+    id: str, dtype: torch.dtype, shape: tuple[int, int, int], features: str = "", **options: Any
+) -> HeadRow:
+    return HeadRow(id, dtype, *shape, frozenset(features.split()), options)
+
+
+# V: below one slice (512), a partial last one, one row into a slice. H: below one step, above one
+# block (2048). T: above the rows that are done together (16), and those that share a read (64).
+HEAD_ROWS = [
+    _head_row("bf16", BF16, (5, 128, 1536)),
+    _head_row("bf16-odd", BF16, (7, 71, 1021), "strided"),
+    _head_row("bf16-tiny", BF16, (2, 1, 1)),
+    _head_row("bf16-one-row", BF16, (1, 512, 513)),
+    _head_row("bf16-two-blocks", BF16, (3, 2100, 600), "strided"),
+    _head_row("bf16-many-rows", BF16, (70, 64, 530), "sampled"),
+    _head_row("bf16-empty", BF16, (0, 64, 700), "sampled"),
+    _head_row("bf16-padded", BF16, (4, 96, 1600), vocab_size=1000),
+    _head_row("bf16-no-vocab", BF16, (2, 32, 600), vocab_size=0),
+    _head_row("bf16-sampled", BF16, (6, 96, 1100), "sampled int32", vocab_start=3001),
+    _head_row("bf16-map", BF16, (4, 64, 700), "id_map sampled", vocab_size=690, stream="target"),
+    _head_row("bf16-nan", BF16, (4, 64, 700), "nan sampled"),
+    _head_row("bf16-packed", BF16, (9, 80, 1040), "packed", vocab_size=1030),
+    _head_row("bf16-packed-two-blocks", BF16, (21, 2200, 544), "packed sampled id_map int32"),
+    _head_row("fp16", FP16, (5, 128, 800), "id_map", vocab_size=799),
+    _head_row("fp16-odd", FP16, (18, 71, 523), "strided sampled"),
+    _head_row("fp32", FP32, (5, 128, 800), "sampled", vocab_start=2**31),
+    _head_row("fp32-two-blocks", FP32, (3, 2100, 530), "strided"),
 ]
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mtp_kernels.kernels.draft_pack import matrix, on_device
 from mtp_kernels.ops import draft_step as definition
+from mtp_kernels.ops import head_argmax
 
-NO_ID = tl.constexpr(definition.NO_ID)
+NO_ID = tl.constexpr(head_argmax.NO_ID)
 INF = tl.constexpr(float("inf"))
 
 

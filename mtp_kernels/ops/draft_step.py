@@ -5,8 +5,7 @@ from torch import Tensor
 
 from mtp_kernels.ops._declare import Expect, declare
 from mtp_kernels.ops.draft_pack import check_memory, contiguous, ints
-
-NO_ID = torch.iinfo(torch.int64).max
+from mtp_kernels.ops.head_argmax import best_ids
 
 
 def draft_step(
@@ -103,12 +102,9 @@ def draft_step(
 
 
 def _best(values: Tensor | None, ids: Tensor) -> Tensor:
-    ids = ids.long()
-    if values is not None:
-        values = torch.where(values.isnan(), -torch.inf, values)
-        ids = torch.where(values == values.amax(0), ids, NO_ID)
-    best = ids.amin(0)
-    return best.masked_fill(best == NO_ID, 0)
+    if values is None:
+        values = torch.zeros(ids.shape, device=ids.device)
+    return best_ids(torch.where(values.isnan(), -torch.inf, values), ids.long())
 
 
 def _check(

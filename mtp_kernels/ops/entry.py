@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtp_kernels.ops._declare import Expect, declare
 
-_PANEL = 16
+PANEL = 16  # output features side by side in a packed weight
 
 
 def entry(
@@ -97,24 +97,24 @@ def entry(
     return out.squeeze(0) if single else out
 
 
-def pack_projection(proj_weight: Tensor) -> Tensor:
-    """Rearrange a projection once, so that `entry` on CPU reads it as a sequential stream.
+def pack_projection(weight: Tensor) -> Tensor:
+    """Rearrange a weight once, so that `entry` or `head_argmax` on CPU reads it as one stream.
 
-    proj_weight: [H_out, 2H] bfloat16, H_out a multiple of 16.
-    Returns a fresh [H_out/16, H, 16, 2]: pairs of inputs, for 16 output features side by side.
+    weight: [N, K] bfloat16, a projection or an lm_head, N a multiple of 16 and K even.
+    Returns a fresh [N/16, K/2, 16, 2]: pairs of inputs, for 16 output features side by side.
     """
-    ok = proj_weight.dim() == 2 and proj_weight.dtype == torch.bfloat16
-    if not ok or proj_weight.shape[0] % _PANEL or proj_weight.shape[1] % 2:
+    ok = weight.dim() == 2 and weight.dtype == torch.bfloat16
+    if not ok or weight.shape[0] % PANEL or weight.shape[1] % 2:
         raise ValueError(
-            "pack_projection: proj_weight expected bfloat16 [multiple of 16, 2H], got "
-            f"{proj_weight.dtype} {list(proj_weight.shape)}"
+            "pack_projection: weight expected bfloat16 [multiple of 16, multiple of 2], got "
+            f"{weight.dtype} {list(weight.shape)}"
         )
-    panels = proj_weight.reshape(-1, _PANEL, proj_weight.shape[1] // 2, 2)
+    panels = weight.reshape(-1, PANEL, weight.shape[1] // 2, 2)
     return panels.detach().transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def unpack_projection(packed: Tensor) -> Tensor:
-    """The inverse of `pack_projection`: [H_out/16, H, 16, 2] to [H_out, 2H]."""
+    """The inverse of `pack_projection`: [N/16, K/2, 16, 2] to [N, K]."""
     return packed.transpose(1, 2).reshape(-1, 2 * packed.shape[1])
 
 
@@ -173,7 +173,7 @@ def _check(
     shape = list(proj_weight.shape)
     packed = len(shape) == 4
     expect.that(
-        shape[1:] == ([size, _PANEL, 2] if packed else [2 * size]),
+        shape[1:] == ([size, PANEL, 2] if packed else [2 * size]),
         f"proj_weight expected shape [H_out, {2 * size}] or packed [H_out/16, {size}, 16, 2], "
         f"got {shape}",
     )
@@ -182,7 +182,7 @@ def _check(
         expect.that(proj_weight.is_contiguous(), "packed proj_weight expected a contiguous tensor")
     else:
         expect.unit_stride("proj_weight", proj_weight)
-    out_features = shape[0] * (_PANEL if packed else 1)
+    out_features = shape[0] * (PANEL if packed else 1)
     if proj_bias is not None:
         expect.tensor("proj_bias", proj_bias, dtype, out_features)
 
