@@ -102,7 +102,8 @@ def verify(
     Integers, and every decision, are the same on all backends, bit for bit, and independent of
     the other requests, of threads and of launch geometry. Each token's weight becomes an integer,
     in blocks of 4096 tokens; sums of integers have no order. Randomness is Philox, keyed by seed
-    and position (`_exact.philox`). Values are checked on CPU only.
+    and position (`_exact.philox`): one seed serves all rounds of a request, see `round_seeds` in
+    verification.py for its drafts. Values are checked on CPU only.
     """
     inputs = locals()
     _check(**inputs)
