@@ -89,7 +89,9 @@ class Drafts:
     rows: Tensor | None = None  # [B, K] int, each draft's row of logits; None: b K + i
     kind: DraftKind = "logits"
     """`logits`: sampled at the request's temperature; `filtered_logits`: also with its min_p,
-    top_k and top_p; `probs`: `logits` holds the probabilities themselves."""
+    top_k and top_p; `probs`: `logits` holds the probabilities themselves. A row of these must sum
+    to 1, which is not checked, and the draft be drawn from it: with any other row the tokens are
+    not the target's. A negative one counts as not finite."""
 
 
 @dataclass(frozen=True)
@@ -150,14 +152,16 @@ def sample(
     sampling: Sampling,
     *,
     allowed_mask: Tensor | None = None,
-    method: Method = "standard",
+    method: Literal["standard", "block", "coupled"] = "standard",
     stream: Literal["target", "draft"] = "target",
 ) -> Tensor:
-    """One token per row, [B] int64: `verify` without drafts.
+    """One token per row, [B] int64: `verify` without drafts, which also returns the status.
 
     logits: [B, V]; positions: [B]; see `verify` for both and for errors.
-    stream: random numbers; drafts are sampled with "draft" and `round_seeds`, for `coupled` with
-        "target" and the request's seeds.
+    method: what the target's tokens are verified with; "standard" and "block" sample alike.
+    stream: random numbers. Drafts that `standard` and `block` judge are sampled with "draft" and
+        `round_seeds`; those that `coupled` judges with method "coupled", stream "target" and the
+        request's seeds.
     """
     num_rows = logits.shape[0]
     token_ids, _, _ = torch.ops.mtp_kernels.verify(
@@ -192,17 +196,21 @@ def adjusted_logits(
     sampling: Sampling,
     allowed_mask: Tensor | None = None,
 ) -> Tensor:
-    """The logits after bias, penalties and mask, [R, V] float32; arguments as of `verify`.
+    """The logits after bias, penalties and mask, [R, V] float32; arguments and errors of `verify`.
 
     A slow path, for what must come between these and the rest.
     """
+    _check(logits, cu_rows, draft_ids, sampling, allowed_mask)
+    if cu_rows.numel() == 1:  # all rows are nobody's
+        return logits.to(torch.float32, copy=True)
     x, vocab = logits.to(torch.float32, copy=True), logits.shape[1]
     request, place = _requests_of(cu_rows, logits.shape[0])
     if sampling.bias_ids is not None:
         ids, values = sampling.bias_ids[request].long(), sampling.bias_values[request]
         inside = (ids >= 0) & (ids < vocab)
         x = x.scatter_add(1, ids.where(inside, 0), values.where(inside, 0))
-    if (penalties := sampling.penalties) is not None:
+    penalties = sampling.penalties
+    if penalties is not None and penalties.output_counts.shape[0] > 0:
         row = penalties.rows[request].long()
         has_any = (row >= 0) & (row < penalties.output_counts.shape[0])
         row = row.where(has_any, 0)
@@ -230,12 +238,16 @@ def processed_logits(
     sampling: Sampling,
     allowed_mask: Tensor | None = None,
 ) -> Tensor:
-    """Logits whose softmax is what each row's token is drawn from, [R, V] float32.
+    """Logits whose softmax a sampled request's tokens are drawn from, [R, V] float32.
 
     Those of `adjusted_logits`, scaled by the temperature, and -inf below the cuts of min_p, top_k
-    and top_p; of a greedy request neither. Row by row, by the reference: a slow path.
+    and top_p. A greedy request's are as adjusted, and its token is the highest; so are those of a
+    row with NaN, +inf or nothing allowed. Arguments and errors of `verify`. Row by row, by the
+    reference: a slow path.
     """
     x = adjusted_logits(logits, cu_rows, draft_ids, sampling, allowed_mask)
+    if cu_rows.numel() == 1:
+        return x
     request, _ = _requests_of(cu_rows, logits.shape[0])
     is_greedy = (sampling.temperature < GREEDY_BELOW)[request]
     temperature = sampling.temperature[request].where(~is_greedy, 1.0)
@@ -270,31 +282,51 @@ def _unpack_bits(words: Tensor, count: int) -> Tensor:
 
 def pack_bits(flags: Tensor) -> Tensor:
     """[..., V] bool to [..., ceil(V / 32)] int32: flag v is bit v % 32 of word v // 32."""
+    if flags.dtype != torch.bool or flags.dim() == 0:
+        raise ValueError(f"flags: expected bool [..., V], got {flags.dtype} {list(flags.shape)}")
     padded = torch.nn.functional.pad(flags, (0, -flags.shape[-1] % 32))
     bits = torch.arange(32, device=flags.device)
     return (padded.unflatten(-1, (-1, 32)).long() << bits).sum(-1).to(torch.int32)
 
 
+def _check(
+    logits: Tensor,
+    cu_rows: Tensor,
+    draft_ids: Tensor,
+    sampling: Sampling,
+    allowed_mask: Tensor | None,
+) -> None:
+    """The checks of the op, for what it is not needed for."""
+    op.check(
+        logits=logits,
+        draft_ids=draft_ids,
+        cu_rows=cu_rows,
+        positions=torch.zeros(logits.shape[:1], dtype=torch.int32, device=logits.device),
+        draft_logits=None,
+        draft_rows=None,
+        draft_kind="logits",
+        allowed_mask=allowed_mask,
+        synthetic_rates=None,
+        method="standard",
+        stream="target",
+        **_arguments(sampling),
+    )
+
+
 def _arguments(sampling: Sampling) -> dict[str, Tensor | None]:
-    arguments = {
-        name: getattr(sampling, name)
-        for name in (
-            "temperature",
-            "seeds",
-            "top_k",
-            "top_p",
-            "min_p",
-            "bias_ids",
-            "bias_values",
-        )
+    penalties = sampling.penalties
+    return {
+        "temperature": sampling.temperature,
+        "seeds": sampling.seeds,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "bias_ids": sampling.bias_ids,
+        "bias_values": sampling.bias_values,
+        "penalty_rows": penalties and penalties.rows,
+        "output_counts": penalties and penalties.output_counts,
+        "prompt_mask": penalties and penalties.prompt_mask,
+        "presence_penalty": penalties and penalties.presence,
+        "frequency_penalty": penalties and penalties.frequency,
+        "repetition_penalty": penalties and penalties.repetition,
     }
-    if (penalties := sampling.penalties) is not None:
-        arguments |= {
-            "penalty_rows": penalties.rows,
-            "output_counts": penalties.output_counts,
-            "prompt_mask": penalties.prompt_mask,
-            "presence_penalty": penalties.presence,
-            "frequency_penalty": penalties.frequency,
-            "repetition_penalty": penalties.repetition,
-        }
-    return arguments

@@ -93,3 +93,38 @@ def test_drafts_for_block_need_seeds_per_round(fresh_seeds: bool) -> None:
     second = _two_rounds(p, q, count, fresh_seeds)[:, 1].bincount(minlength=3)
     statistic = float(((second - count * p) ** 2 / (count * p)).sum())
     assert (statistic < 27.6) is fresh_seeds, statistic
+
+
+def test_slow_paths_check_like_the_op() -> None:
+    logits, cu_rows = torch.zeros(4, 8), torch.tensor([0, 2, 4])
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    sampling = verification.Sampling(torch.ones(2), torch.arange(2))
+    for slow in (verification.adjusted_logits, verification.processed_logits):
+        for bad, text in (
+            ({"cu_rows": torch.tensor([2, 1, 0])}, "cu_rows expected to start at 0, got 2"),
+            ({"allowed_mask": torch.zeros(1, 1, dtype=torch.int32)}, "allowed_mask expected shape"),
+            (
+                {"sampling": verification.Sampling(torch.ones(5), torch.arange(2))},
+                "temperature expected shape",
+            ),
+        ):
+            inputs = {"cu_rows": cu_rows, "sampling": sampling} | bad
+            with pytest.raises(RuntimeError, match=text):
+                slow(logits=logits, draft_ids=ids, **inputs)
+        nobody = verification.Sampling(torch.zeros(0), torch.zeros(0, dtype=torch.int64))
+        got = slow(logits, torch.tensor([0]), ids[:0], nobody)
+        assert torch.equal(got, logits)
+        tables = verification.Penalties(
+            rows=torch.tensor([0, -1]),
+            output_counts=torch.zeros(0, 8, dtype=torch.int32),
+            prompt_mask=torch.zeros(0, 1, dtype=torch.int32),
+            presence=torch.ones(2),
+            frequency=torch.ones(2),
+            repetition=torch.ones(2),
+        )
+        assert torch.equal(slow(logits, cu_rows, ids, replace(sampling, penalties=tables)), logits)
+
+
+def test_pack_bits_wants_flags() -> None:
+    with pytest.raises(ValueError, match="flags: expected bool"):
+        verification.pack_bits(torch.tensor([2, 1, 0]))

@@ -715,3 +715,12 @@ def test_bad_input_names_the_argument(text: str) -> None:
         messages.append(str(error.value).splitlines()[0])
     assert messages[0] == messages[1] and messages[0].startswith("verify: ")
     assert text in messages[0]
+
+
+@pytest.mark.parametrize("name", ["positions", "temperature", "draft_ids", "cu_rows"])
+def test_a_tensor_without_data_among_others_is_an_error(name: str) -> None:
+    """The dispatcher sends such a call to the fake, which must not return memory as it was."""
+    inputs = plain_inputs()
+    inputs[name] = inputs[name].to("meta")
+    with pytest.raises(RuntimeError, match=f"verify: {name} expected device cpu, got meta"):
+        verify(**inputs)

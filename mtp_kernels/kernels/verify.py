@@ -1103,7 +1103,7 @@ def verify(
     stream: str = "target",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op, see ops/verify.py. On CPU tensors it runs under TRITON_INTERPRET=1."""
-    definition._check(**locals())
+    definition.check(**locals())
     num_requests, num_drafts = draft_ids.shape
     token_ids = logits.new_empty(num_requests, num_drafts + 1, dtype=torch.int64)
     num_accepted = logits.new_empty(num_requests, dtype=torch.int32)

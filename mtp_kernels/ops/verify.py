@@ -1,5 +1,6 @@
 """verify: rejection sampling of drafted tokens, from raw logits to the tokens of a round."""
 
+import inspect
 import itertools
 import math
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from mtp_kernels.ops import _exact as exact
 from mtp_kernels.ops._declare import Expect, declare
@@ -106,7 +108,7 @@ def verify(
     verification.py for its drafts. Values are checked on CPU only.
     """
     inputs = locals()
-    _check(**inputs)
+    check(**inputs)
     num_requests, num_drafts = draft_ids.shape
     token_ids = torch.full((num_requests, num_drafts + 1), -1, dtype=torch.int64)
     num_accepted = torch.zeros(num_requests, dtype=torch.int32)
@@ -433,7 +435,7 @@ def _bits(words: Tensor, count: int) -> Tensor:
     return ((words[:, None] >> torch.arange(32)) & 1).flatten()[:count].bool()
 
 
-def _check(
+def check(
     logits: Tensor,
     draft_ids: Tensor,
     cu_rows: Tensor,
@@ -454,7 +456,7 @@ def _check(
     stream: str,
     **per_request: Tensor | None,
 ) -> None:
-    """The checks of csrc/verify_args.h, with the same messages."""
+    """The checks of csrc/verify_args.h, with the same messages; of values on CPU only."""
     expect = Expect("verify", logits)
     floats = (torch.bfloat16, torch.float16, torch.float32)
     ints = (torch.int32, torch.int64)
@@ -534,7 +536,7 @@ def _check(
     )
     if synthetic_rates is not None:
         tensor("synthetic_rates", synthetic_rates, (torch.float32,), num_drafts)
-    if logits.device.type == "cpu":
+    if logits.device.type == "cpu" and not isinstance(logits, FakeTensor):
         _check_values(num_rows, num_drafts, cu_rows, temperature, synthetic_rates, **per_request)
 
 
@@ -584,8 +586,12 @@ _RANGES = {
 _POSITIVE = ("top_p", "repetition_penalty")
 
 
-def _fake(logits: Tensor, draft_ids: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    num_requests, num_drafts = draft_ids.shape
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = inspect.signature(verify).bind(*args, **kwargs)
+    inputs.apply_defaults()
+    check(**inputs.arguments)
+    logits = inputs.arguments["logits"]
+    num_requests, num_drafts = inputs.arguments["draft_ids"].shape
     return (
         logits.new_empty(num_requests, num_drafts + 1, dtype=torch.int64),
         logits.new_empty(num_requests, dtype=torch.int32),
