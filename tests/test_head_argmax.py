@@ -191,7 +191,13 @@ def test_no_rows(run: Callable[..., Outputs]) -> None:
 
 @pytest.mark.parametrize("dtype", [cases.BF16, cases.FP16, cases.FP32])
 def test_rows_of_a_wider_tensor(run: Callable[..., Outputs], dtype: torch.dtype) -> None:
-    same(run(**inputs_of("strided", dtype)), run(**inputs_of("", dtype)))
+    (values, ids), (want, want_ids) = (
+        run(**inputs_of("strided", dtype)),
+        run(**inputs_of("", dtype)),
+    )
+    # torch's linear, in the reference, may sum strided fp32 rows in another order.
+    torch.testing.assert_close(values, want, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ids, want_ids)
 
 
 def test_every_second_row_and_a_repeated_row(run: Callable[..., Outputs]) -> None:

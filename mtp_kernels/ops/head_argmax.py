@@ -1,5 +1,6 @@
 """head_argmax: from hidden states to the best token of each slice of the vocabulary."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def head_argmax(
 
     Returns fresh tensors, S = ceil(V / 512): values [S, T] float32, ids [S, T] int64. Ties go to
     the lowest id. A slice whose logits are all padding or NaN has value -inf and the largest int64
-    as id. T = 0 is allowed.
+    as id. T = 0 is allowed. Values are not checked; sampling wants token ids below 2^34.
 
     A logit is summed in fp32 and rounded to the model dtype, as the unfused head would write it; it
     is never written. Sampling is an exponential race in the log domain: a value is `logit * (1 /
@@ -172,7 +173,11 @@ def _check(
     expect.that(stream in STREAMS, f"stream expected one of {', '.join(STREAMS)}, got {stream!r}")
 
 
-def _fake(hidden: Tensor, head_weight: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    inputs = inspect.signature(head_argmax).bind(*args, **kwargs)
+    inputs.apply_defaults()
+    _check(**inputs.arguments)
+    hidden, head_weight = inputs.args[:2]
     num_rows = head_weight.shape[0] * (PANEL if head_weight.dim() == 4 else 1)
     shape = (num_rows + SLICE - 1) // SLICE, hidden.shape[0]
     return hidden.new_empty(shape, dtype=torch.float32), hidden.new_empty(shape, dtype=torch.int64)
