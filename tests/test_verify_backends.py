@@ -23,8 +23,8 @@ SHARDS = 2
 Outputs = list[tuple[Tensor, ...]]
 
 
-def outputs_of(verify) -> Outputs:
-    return [verify(**cases.verify_inputs(cases.random_verify_row(seed), seed)) for seed in LAUNCHES]
+def outputs_of(verify: Callable[..., tuple[Tensor, ...]], launches: range = LAUNCHES) -> Outputs:
+    return [verify(**cases.verify_inputs(cases.random_verify_row(seed), seed)) for seed in launches]
 
 
 @pytest.fixture(scope="module")

@@ -849,9 +849,10 @@ def _judged(call, round, NUM: tl.constexpr):
 
 @triton.jit
 def _accept_uniform(inputs, round, i):
-    zero = tl.zeros((1,), tl.int32)
+    """Draft i's coin. Coins are numbered within the round, which is known by its first row."""
+    lane = tl.zeros((1,), tl.int32) + i
     seed = tl.load(inputs.seeds + round.b)
-    w0, w1, _w2, _w3 = exact.philox(seed, _position(inputs, round, i), exact.ACCEPT, zero)
+    w0, w1, _w2, _w3 = exact.philox(seed, _position(inputs, round, 0), exact.ACCEPT, lane)
     return tl.max(exact.uniform(w0, w1))
 
 
