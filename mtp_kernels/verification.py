@@ -218,7 +218,7 @@ def adjusted_logits(
         before = torch.arange(ids.shape[1], device=ids.device) < place[:, None]
         before &= (ids >= 0) & (ids < vocab)
         counts = penalties.output_counts[row].scatter_add(1, ids.where(before, 0), before.int())
-        seen = _unpack_bits(penalties.prompt_mask[row], vocab) | (counts > 0)
+        seen = op.unpack_bits(penalties.prompt_mask[row], vocab) | (counts > 0)
         presence, frequency, repetition = (
             values[request][:, None]
             for values in (penalties.presence, penalties.frequency, penalties.repetition)
@@ -227,7 +227,7 @@ def adjusted_logits(
         y = y - frequency * counts.float() - presence * (counts > 0).float()
         x = torch.where(has_any[:, None], y, x)
     if allowed_mask is not None:
-        x = x.masked_fill(~_unpack_bits(allowed_mask, vocab), -torch.inf)
+        x = x.masked_fill(~op.unpack_bits(allowed_mask, vocab), -torch.inf)
     return x
 
 
@@ -273,11 +273,6 @@ def _requests_of(cu_rows: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     request = torch.searchsorted(cu_rows, rows, right=True) - 1
     request = request.clamp(max=cu_rows.numel() - 2)  # rows after the last are nobody's
     return request, rows - cu_rows[request]
-
-
-def _unpack_bits(words: Tensor, count: int) -> Tensor:
-    bits = torch.arange(32, device=words.device)
-    return ((words[..., None] >> bits) & 1).flatten(-2)[..., :count].bool()
 
 
 def pack_bits(flags: Tensor) -> Tensor:

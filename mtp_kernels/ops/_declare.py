@@ -6,6 +6,7 @@ launcher takes the CUDA key where the build has no compiled kernel.
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +28,8 @@ def declare(
 
     reference: plain PyTorch on tensors of any device; type annotations give the schema.
     mutates_args: names of the arguments that are written.
-    fake: runs on tensors without data; only for a reference that reads values.
+    fake: runs on tensors without data, and takes all arguments by name; only for a reference that
+        reads values.
     triton: "module:function" of a launcher with the reference's signature, for CUDA tensors. It is
         imported, and Triton with it, at the first call; without Triton the reference runs.
     """
@@ -53,8 +55,21 @@ def declare(
     compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"mtp_kernels::{name}", "CUDA")
     if triton is not None and not compiled:
         LIBRARY.impl(name, _lazy(triton, fallback), "CUDA")
-    torch.library.register_fake(f"mtp_kernels::{name}", fake or reference, lib=LIBRARY)
+    named = reference if fake is None else _by_name(fake, reference)
+    torch.library.register_fake(f"mtp_kernels::{name}", named, lib=LIBRARY)
     return getattr(torch.ops.mtp_kernels, name).default
+
+
+def _by_name(fake: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake`, called with every argument of the reference by its name, defaults filled in."""
+    signature = inspect.signature(reference)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        inputs = signature.bind(*args, **kwargs)
+        inputs.apply_defaults()
+        return fake(**inputs.arguments)
+
+    return call
 
 
 def _lazy(launcher: str, fallback: Callable[..., Any]) -> Callable[..., Any]:

@@ -232,8 +232,8 @@ def _check(
     return single
 
 
-def _fake(*args: Any, **kwargs: Any) -> Tensor:
-    return entry(*args, **{**kwargs, "strict_ids": False})  # there are no values to check
+def _fake(**inputs: Any) -> Tensor:
+    return entry(**{**inputs, "strict_ids": False})  # there are no values to check
 
 
 OP = declare(entry, fake=_fake)

@@ -1,6 +1,5 @@
 """head_argmax: from hidden states to the best token of each slice of the vocabulary."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -173,11 +172,9 @@ def _check(
     expect.that(stream in STREAMS, f"stream expected one of {', '.join(STREAMS)}, got {stream!r}")
 
 
-def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    inputs = inspect.signature(head_argmax).bind(*args, **kwargs)
-    inputs.apply_defaults()
-    _check(**inputs.arguments)
-    hidden, head_weight = inputs.args[:2]
+def _fake(**inputs: Any) -> tuple[Tensor, Tensor]:
+    _check(**inputs)
+    hidden, head_weight = inputs["hidden"], inputs["head_weight"]
     num_rows = head_weight.shape[0] * (PANEL if head_weight.dim() == 4 else 1)
     shape = (num_rows + SLICE - 1) // SLICE, hidden.shape[0]
     return hidden.new_empty(shape, dtype=torch.float32), hidden.new_empty(shape, dtype=torch.int64)

@@ -1,6 +1,5 @@
 """verify: rejection sampling of drafted tokens, from raw logits to the tokens of a round."""
 
-import inspect
 import itertools
 import math
 from dataclasses import dataclass
@@ -389,13 +388,13 @@ class Request:
             for draft in self._given[:i]:
                 if 0 <= draft < x.numel():
                     counts[draft] += 1
-            seen = _bits(self._in["prompt_mask"][row], x.numel()) | (counts > 0)
+            seen = unpack_bits(self._in["prompt_mask"][row], x.numel()) | (counts > 0)
             repetition = self._value("repetition_penalty")
             x = torch.where(seen, torch.where(x > 0, x * (1 / repetition), x * repetition), x)
             x = x - self._value("frequency_penalty") * counts.float()
             x = x - self._value("presence_penalty") * (counts > 0).float()
         if (mask := self._in["allowed_mask"]) is not None:
-            x = torch.where(_bits(mask[self._first_row + i], x.numel()), x, -math.inf)
+            x = torch.where(unpack_bits(mask[self._first_row + i], x.numel()), x, -math.inf)
         return x
 
     def _words(self, i: int, purpose: int, lane: Tensor) -> list[Tensor]:
@@ -430,9 +429,10 @@ class Request:
         return float(self._in["synthetic_rates"][i])
 
 
-def _bits(words: Tensor, count: int) -> Tensor:
-    """The first `count` bits of int32 words, lowest bit of the lowest word first."""
-    return ((words[:, None] >> torch.arange(32)) & 1).flatten()[:count].bool()
+def unpack_bits(words: Tensor, count: int) -> Tensor:
+    """[..., W] int32 to [..., count] bool, lowest bit of the lowest word first."""
+    bits = torch.arange(32, device=words.device)
+    return ((words[..., None] >> bits) & 1).flatten(-2)[..., :count].bool()
 
 
 def check(
@@ -586,12 +586,10 @@ _RANGES = {
 _POSITIVE = ("top_p", "repetition_penalty")
 
 
-def _fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = inspect.signature(verify).bind(*args, **kwargs)
-    inputs.apply_defaults()
-    check(**inputs.arguments)
-    logits = inputs.arguments["logits"]
-    num_requests, num_drafts = inputs.arguments["draft_ids"].shape
+def _fake(**inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    check(**inputs)
+    logits = inputs["logits"]
+    num_requests, num_drafts = inputs["draft_ids"].shape
     return (
         logits.new_empty(num_requests, num_drafts + 1, dtype=torch.int64),
         logits.new_empty(num_requests, dtype=torch.int32),
