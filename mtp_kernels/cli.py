@@ -1,4 +1,4 @@
-"""The command line: `mtp-kernels doctor | demo`."""
+"""The command line: `mtp-kernels doctor | demo | draft-vocab`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 import mtp_kernels
-from mtp_kernels import demo
+from mtp_kernels import demo, draft_vocab
 
 # What the dispatcher reports of a kernel's registration -> what is said of it.
 _SOURCES = {
@@ -160,6 +160,12 @@ COMMANDS = [
         "text from the real vLLM engine: no drafts, stock MTP, mtp_kernels",
         demo.run,
         demo.add_arguments,
+    ),
+    Command(
+        "draft-vocab",
+        "the most frequent tokens of text files, for drafts from a part of the vocabulary",
+        draft_vocab.run,
+        draft_vocab.add_arguments,
     ),
 ]
 

@@ -18,7 +18,8 @@ LAYERS = {
     "mtp_kernels.archs": ["vllm", "triton", "mtp_kernels.drafting", "mtp_kernels.vllm"],
     "mtp_kernels.drafting": ["vllm", "triton", "mtp_kernels.vllm", "mtp_kernels.cli"],
     "mtp_kernels.verification": ["vllm", "triton", "mtp_kernels.drafting", "mtp_kernels.vllm"],
-    "mtp_kernels.cli": ["vllm", "triton", "mtp_kernels.vllm"],
+    "mtp_kernels.draft_vocab": ["vllm", "triton", "transformers", "mtp_kernels.vllm"],
+    "mtp_kernels.cli": ["vllm", "triton", "transformers", "mtp_kernels.vllm"],
     "mtp_kernels.vllm": ["vllm", "triton"],
     "mtp_kernels.vllm.plugin": ["vllm", "triton"],
 }
