@@ -206,7 +206,7 @@ class Drafter:
         for request_id in fresh:
             slot = self._free_slots.pop() if self._free_slots else self._slot_of.popitem(False)[1]
             self._slot_of[request_id] = slot
-            self._memory["end"][slot] = -1
+            self._memory["end"].narrow(0, slot, 1).fill_(-1)
         return [self._slot_of[request_id] for request_id in request_ids]
 
     def pack(

@@ -9,8 +9,11 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
+from mtp_kernels import draft_vocab
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
+from mtp_kernels.vllm import settings
+from mtp_kernels.vllm.head import DraftHead
 from mtp_kernels.vllm.settings import DISABLE, draft_spec, repeat_last_layer
 
 logger = logging.getLogger("vllm.mtp_kernels")
@@ -33,6 +36,20 @@ def make_drafter(vllm_config: VllmConfig, buffers: RoundBuffers) -> Drafter:
         buffers=buffers,
         repeat_last_layer=repeat_last_layer(),
     )
+
+
+def make_head(model: nn.Module) -> DraftHead:
+    """The head of a draft model whose weights are loaded.
+
+    Raises:
+        ValueError: the draft vocabulary asked for is not a list of this model's tokens, or its
+            head cannot be fused.
+    """
+    kept = None
+    if (asked := settings.draft_vocab()) is not None:
+        path, count = asked
+        kept = draft_vocab.read(path, model.lm_head.org_vocab_size, count)
+    return DraftHead(model.lm_head, model.model.logits_processor, kept)
 
 
 def max_rows(vllm_config: VllmConfig) -> int:
@@ -85,6 +102,7 @@ def log_active(
     vllm_config: VllmConfig,
     drafter: Drafter,
     model: nn.Module,
+    head: DraftHead,
     attn_layer_names: Iterable[str],
     runner: str,
 ) -> None:
@@ -97,12 +115,13 @@ def log_active(
     kv_specs = [layer.get_kv_cache_spec(vllm_config) for layer in attn_layers.values()]
     logger.info(
         "mtp_kernels: %s runner drafts with MTP layers %s of %s, fed the %s's hidden; "
-        "entry: %s; KV of the %d layers: %.1f KiB per token",
+        "entry: %s; head: %s; KV of the %d layers: %.1f KiB per token",
         runner,
         drafter.schedule,
         spec.draft_architecture,
         "target" if spec.feed is Feed.TARGET else "previous layer",
         "fused" if entry.enabled() else "unfused",
+        head.describe(),
         len(kv_specs),
         sum(kv.page_size_bytes / kv.block_size for kv in kv_specs) / 1024,
     )

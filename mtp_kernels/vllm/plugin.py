@@ -4,11 +4,13 @@
 `draft`   every draft step runs its own layer, on the right hidden state, with its KV repaired.
 `prefix`  a cached prefix serves only requests for which its MTP KV is exact.
 `entry`   the layers' embedding + norms + projection run as the fused op.
+`head`    drafts are chosen by the fused head_argmax op, from a part of the vocabulary if wanted.
 `verify`  drafts of any speculative method are judged by the verify op.
 
 `MTP_KERNELS_DISABLE=part,...` leaves parts as vLLM ships them. `MTP_KERNELS_REPEAT_LAST_LAYER=1`
-allows more drafts than MTP layers. `MTP_KERNELS_METHOD=coupled` makes a request's text depend on
-its seed alone, not on whether or how it was drafted.
+allows more drafts than MTP layers. `MTP_KERNELS_DRAFT_VOCAB=FILE[:M]` drafts only the (first M)
+token ids in a file, see :mod:`mtp_kernels.draft_vocab`. `MTP_KERNELS_METHOD=coupled` makes a
+request's text depend on its seed alone, not on whether or how it was drafted.
 """
 
 import functools
@@ -24,6 +26,7 @@ from mtp_kernels.vllm.settings import (
     PARTS,
     disabled_parts,
     draft_spec,
+    draft_vocab,
     is_coupled,
     repeat_last_layer,
 )
@@ -62,6 +65,19 @@ def _route_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     return init_speculator
 
 
+def _introduce_samplers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Our speculator samples its drafts as the runner's samplers do."""
+
+    @functools.wraps(original)
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if hasattr(self.speculator, "use_samplers"):
+            self.speculator.use_samplers(self.sampler, self.rejection_sampler)
+        return result
+
+    return load_model
+
+
 _SPECULATOR_PARAMETERS = ("vllm_config", "device", "req_states")
 
 PATCHES = (
@@ -87,6 +103,13 @@ PATCHES = (
         _SPECULATOR_PARAMETERS,
         _route_speculator,
     ),
+    Patch(
+        "draft",
+        "vllm.v1.worker.gpu.model_runner",
+        "GPUModelRunner.load_model",
+        ("self", "load_dummy_weights", "args", "model", "kwargs"),
+        _introduce_samplers,
+    ),
     *prefix_cache.PATCHES,
     *verify.PATCHES,
 )
@@ -109,6 +132,7 @@ def unsupported_parts() -> dict[str, str]:
 def _check_environment() -> None:
     """A bad value stops here, not in the middle of a start."""
     repeat_last_layer()
+    draft_vocab()
     is_coupled()
 
 

@@ -10,12 +10,20 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.step3p5 import Step3p5MTPProposer
 
 from mtp_kernels.drafting import RoundBuffers, row_capacity
-from mtp_kernels.vllm.adapter import log_active, make_drafter, max_rows, without_slots
+from mtp_kernels.vllm.adapter import (
+    log_active,
+    make_drafter,
+    make_head,
+    max_rows,
+    without_slots,
+)
+from mtp_kernels.vllm.head import Choice
 from mtp_kernels.vllm.verify import rounds_of
 
 
@@ -50,8 +58,20 @@ class MtpProposer(Step3p5MTPProposer):
         # Stock skips the whole batch's draft round when one request is within K of the end,
         # which would leave holes in everyone's MTP KV. Rows here never pass the target's.
         self.runner.effective_drafter_max_model_len += self.num_speculative_tokens
+        self.head = make_head(self.model)
         names = self._draft_attn_layer_names
-        log_active(self.vllm_config, self.drafter, self.model, names, "V1")
+        log_active(self.vllm_config, self.drafter, self.model, self.head, names, "V1")
+
+    def initialize_attn_backend(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int] | None = None
+    ) -> None:
+        super().initialize_attn_backend(kv_cache_config, kernel_block_sizes)
+        groups, buffers = self.draft_attn_groups, self.drafter.buffers
+        self._block_size_of = {
+            group.kv_cache_group_id: group.kv_cache_spec.block_size for group in groups
+        }
+        shape = len(self._block_size_of), buffers.input_ids.numel()
+        buffers.kv_slots = torch.full(shape, -1, dtype=torch.int64, device=self.device)
 
     def propose(
         self,
@@ -91,6 +111,9 @@ class MtpProposer(Step3p5MTPProposer):
             lookahead_ids=lookahead,
             row_start=async_tensor_h2d(row_start, device=self.device),
             num_rows=num_rows,
+            block_tables=[self._per_group_block_tables[gid] for gid in self._block_size_of],
+            block_sizes=list(self._block_size_of.values()),
+            max_len=self.max_model_len,
         )
         cad = replace(
             cad,
@@ -103,9 +126,12 @@ class MtpProposer(Step3p5MTPProposer):
             max_seq_len=self.max_model_len,
             positions=buffers.positions[:num_rows],
         )
-        slots = self._map_slots(cad, num_rows)
+        slots = self._register_slots(num_rows)
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(cad)
-        rounds, draft_probs = self._sampling_rounds(sampling_metadata), []
+        draft_probs: list[Tensor] = []
+        rounds, sampling = rounds_of(self.runner.rejection_sampler), None
+        if rounds is not None and self._samples_drafts(sampling_metadata):
+            sampling = rounds.filters(sampling_metadata, num_reqs)
         first_positions = buffers.positions[buffers.last_row[:num_reqs]] + 1
 
         def run_layer(
@@ -122,28 +148,26 @@ class MtpProposer(Step3p5MTPProposer):
                 )
             return out, out
 
-        def draft_token(step: int, scored: Tensor) -> Tensor:
-            if rounds is not None:
-                logits = self.model.compute_logits(scored, self.drafter.schedule[step])
-                draft_probs.append(logits)
-                return rounds.sample_drafts(logits, first_positions, step, sampling_metadata)
-            ids, probs = self._sample_draft_tokens_for_step(scored, sampling_metadata, step)
+        def draft_token(step: int, scored: Tensor) -> Choice:
+            if sampling is not None:
+                drafted, probs = self.head.sample(
+                    scored, first_positions, step, sampling, rounds.method
+                )
+            elif self._samples_drafts(sampling_metadata):
+                drafted, probs = self._sample_draft_tokens_for_step(scored, sampling_metadata, step)
+            else:
+                return self.head.best(scored)
             if probs is not None:
                 draft_probs.append(probs)
-            return ids
+            return drafted
 
         draft_ids = self.drafter.draft(num_reqs, num_rows, run_layer, draft_token)
         self._last_draft_probs = torch.stack(draft_probs, dim=1) if draft_probs else None
         return draft_ids.clone()
 
-    def _sampling_rounds(self, sampling_metadata: SamplingMetadata) -> Any:
-        """The `Rounds` to sample drafts with; None: vLLM does, or they are greedy."""
-        if (
-            self.speculative_config.draft_sample_method != "probabilistic"
-            or sampling_metadata.all_greedy
-        ):
-            return None
-        return rounds_of(self.runner.rejection_sampler)
+    def _samples_drafts(self, sampling_metadata: SamplingMetadata) -> bool:
+        probabilistic = self.speculative_config.draft_sample_method == "probabilistic"
+        return probabilistic and not sampling_metadata.all_greedy
 
     def _known_ids(self, sampled: Tensor, num_reqs: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """The token after each request's last row, and the K - 1 after it, -1 = not known.
@@ -162,22 +186,13 @@ class MtpProposer(Step3p5MTPProposer):
         next_ids = torch.where(known[:, 0] >= 0, known[:, 0], sampled[:num_reqs].long())
         return next_ids, known[:, 1:]
 
-    def _map_slots(self, cad: CommonAttentionMetadata, num_rows: int) -> dict[str, Tensor]:
-        """Each draft layer's KV slot per row, -1 for rows that hold no token; also hands the
-        mapping to the groups' metadata."""
-        buffers, num_reqs = self.drafter.buffers, cad.num_reqs
-        request = torch.repeat_interleave(cad.query_start_loc.diff().long(), output_size=num_rows)
-        rows = torch.arange(num_rows, device=self.device)
-        is_token = rows <= buffers.last_row[:num_reqs][request]
-        positions = buffers.positions[:num_rows]
-        by_layer: dict[str, Tensor] = {}
-        for group in self.draft_attn_groups:
-            gid, block_size = group.kv_cache_group_id, group.kv_cache_spec.block_size
-            block_table = self._per_group_block_tables.get(gid, cad.block_table_tensor)
-            block = block_table[request, positions // block_size].long()
-            slots = torch.where(is_token, block * block_size + positions % block_size, -1)
-            # Where a table is registered, the group's metadata takes the slots from here too.
-            self._per_group_block_tables[gid] = block_table
-            self._per_group_slot_mappings[gid] = slots
-            by_layer |= dict.fromkeys(group.layer_names, slots)
-        return by_layer
+    def _register_slots(self, num_rows: int) -> dict[str, Tensor]:
+        """Each draft layer's KV slot per row; also hands them to the groups' metadata."""
+        slots = dict(zip(self._block_size_of, self.drafter.buffers.kv_slots, strict=True))
+        for gid in slots:
+            self._per_group_slot_mappings[gid] = slots[gid][:num_rows]
+        return {
+            name: slots[group.kv_cache_group_id][:num_rows]
+            for group in self.draft_attn_groups
+            for name in group.layer_names
+        }

@@ -5,13 +5,14 @@ from typing import Any
 
 from mtp_kernels import archs
 
-PARTS = ("layers", "draft", "prefix", "entry", "verify")
-NEEDS = {"draft": "layers", "prefix": "draft", "entry": "layers"}
+PARTS = ("layers", "draft", "prefix", "entry", "head", "verify")
+NEEDS = {"draft": "layers", "prefix": "draft", "entry": "layers", "head": "draft"}
 """A part cannot work without the one it needs; in the order of `PARTS`."""
 
 DISABLE = "MTP_KERNELS_DISABLE"
 REPEAT_LAST_LAYER = "MTP_KERNELS_REPEAT_LAST_LAYER"
 METHOD = "MTP_KERNELS_METHOD"
+DRAFT_VOCAB = "MTP_KERNELS_DRAFT_VOCAB"
 
 
 def disabled_parts() -> dict[str, str]:
@@ -55,6 +56,23 @@ def is_coupled() -> bool:
     if value == "coupled" and "verify" in disabled_parts():
         raise ValueError(f"{METHOD}: coupled needs part verify, which {DISABLE} names")
     return value == "coupled"
+
+
+def draft_vocab() -> tuple[str, int | None] | None:
+    """The file of token ids that may be drafted, and how many of its first ones; None: all may.
+
+    Raises:
+        ValueError: the variable is not `FILE` or `FILE:COUNT`, or part `head` is disabled.
+    """
+    value = os.environ.get(DRAFT_VOCAB, "")
+    if not value:
+        return None
+    if "head" in disabled_parts():
+        raise ValueError(f"{DRAFT_VOCAB}: needs part head, which {DISABLE} switches off")
+    path, colon, count = value.rpartition(":")
+    if colon and count.isdecimal():
+        return path, int(count)
+    return value, None
 
 
 def draft_spec(speculative_config: Any) -> archs.MtpSpec | None:

@@ -108,21 +108,10 @@ class Rounds:
             processed = sampler.compute_logprobs(processed)
         return verified.token_ids[:, 0], processed
 
-    def sample_drafts(
-        self, logits: Tensor, first_positions: Tensor, step: int, metadata: SamplingMetadata
-    ) -> Tensor:
-        """[B] int64: each request's draft number `step`, sampled with all of its filters.
-
-        logits: [B, V]; first_positions: [B], of the rows that will judge the drafts 0.
-        """
-        sampling = self._batch_of(metadata, *logits.shape).filters
-        positions = first_positions + step
-        if self.method == "coupled":
-            return verification.sample(logits, positions, sampling, method="coupled")
-        seeds = verification.round_seeds(sampling.seeds, first_positions)
-        return verification.sample(
-            logits, positions, replace(sampling, seeds=seeds), stream="draft"
-        )
+    def filters(self, metadata: SamplingMetadata, num_reqs: int) -> Sampling:
+        """How the requests sample their drafts: without bias and penalties."""
+        vocab = self.runner.model_config.get_vocab_size()
+        return self._batch_of(metadata, num_reqs, vocab).filters
 
     def has_custom_processors(self, metadata: SamplingMetadata) -> bool:
         """Whether logits go through the user's code, which only vLLM's own sampler runs."""

@@ -67,7 +67,8 @@ def verify(
         vocab = min(logits.shape[1], draft_logits.shape[-1])
         logits, draft_logits = logits[:, :vocab], draft_logits[..., :vocab]
         rows = idx_mapping[:, None] * steps + place
-        drafts = replace(drafts, logits=draft_logits.flatten(0, 1), rows=rows)
+        kind = getattr(self, "draft_kind", "logits")  # of our speculator, or of vLLM's
+        drafts = replace(drafts, logits=draft_logits.flatten(0, 1), rows=rows, kind=kind)
     rates = self.synthetic_conditional_rates
     return _decide(self.sampler, method, logits, cu_num_logits, drafts, context, rates)
 

@@ -15,12 +15,15 @@ from harness import (
     LAW_PROMPT,
     MAX_LEN,
     NUM_COUPLED,
+    SAMPLED_DRAFTS,
     SPEC,
     start_worker,
     variants,
 )
 from oracle import CHECKPOINT, EXAMPLE, plain_model
 from transformers import AutoTokenizer
+
+from mtp_kernels import cli
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +64,17 @@ def workload(encode, arithmetic) -> dict:
     return {"prompts": prompts, "sampling": sampling}
 
 
+@pytest.fixture(scope="session")
+def pruned_vocab(tmp_path_factory) -> Path:
+    """The 32 of 320 ids that are most frequent in the workload's texts, as the tool counts."""
+    folder = tmp_path_factory.mktemp("vocab")
+    text, out = folder / "text.txt", folder / "vocab.txt"
+    text.write_text("\n".join(_heldout("arithmetic") + _heldout("python")))
+    args = ["--tokenizer", str(CHECKPOINT), "--size", "32", "--output", str(out), str(text)]
+    assert cli.main(["draft-vocab", *args]) == 0
+    return out
+
+
 def _engine(workload: dict, spec: dict | None = SPEC, **llm) -> dict:
     llm = {"dtype": "float32", "max_num_seqs": 12} | llm
     llm = {"model": str(CHECKPOINT), "max_model_len": MAX_LEN} | llm
@@ -68,7 +82,7 @@ def _engine(workload: dict, spec: dict | None = SPEC, **llm) -> dict:
 
 
 @pytest.fixture(scope="session")
-def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
+def runs(workload, arithmetic, pruned_vocab, tmp_path_factory) -> dict[str, dict[str, dict]]:
     """process -> run name -> result of `worker.py`."""
     tmp = tmp_path_factory.mktemp("engines")
     some = {"prompts": arithmetic[:12], "sampling": {"temperature": 0, "max_tokens": 32}}
@@ -76,12 +90,15 @@ def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
     last = {name: values[-LAST:] for name, values in workload.items()}
     # Small blocks, chunks shorter than most prompts, and room for about three requests.
     tight = {"block_size": 32, "max_num_batched_tokens": 48, "enable_prefix_caching": True}
+    pruned = {"env": {"MTP_KERNELS_DRAFT_VOCAB": str(pruned_vocab)}}
+    first = {name: values[:32] for name, values in workload.items()}
     plan = {
         "plain": _engine(workload, spec=None),
         "mtp": _engine(workload, enable_prefix_caching=False),
         "tight": _engine(workload, **tight),
         "preempted": _engine(last, **tight, num_gpu_blocks_override=24),
         "chain": _engine(some) | {"feed": "chain"},
+        "pruned": _engine(first) | pruned,
         "arithmetic": _engine(full, dtype="bfloat16"),
     }
     # One at a time, so that who finds whose blocks in the cache does not depend on timing. The
@@ -90,6 +107,14 @@ def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
     shared = {name: [values[i] for i in chosen] for name, values in workload.items()}
     alone = _engine(shared, **tight | {"max_num_seqs": 1})
     unfused = _engine(some, compilation_config={"custom_ops": ["-mtp_entry"]})
+    unfused["env"] = {"MTP_KERNELS_DISABLE": "head"}
+    drawn = {"prompts": arithmetic[:12], "sampling": {"temperature": 0.9, "max_tokens": 16}}
+    ranks = {
+        "greedy": _engine(first, tensor_parallel_size=2) | {"ranks": True},
+        "pruned": _engine(first, tensor_parallel_size=2) | pruned,
+        "sampled": _engine(drawn, SAMPLED_DRAFTS, tensor_parallel_size=2) | {"ranks": True},
+    }
+    four = {name: values[:4] for name, values in workload.items()}
     asynchronous = _engine(workload, **tight) | {"async": True}
     # As served: the engine in a process that starts from nothing and loads the plugin itself.
     spawn = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
@@ -99,6 +124,13 @@ def runs(workload, arithmetic, tmp_path_factory) -> dict[str, dict[str, dict]]:
         "v2": ("v2", plan | {"tight": asynchronous}, {}),
         "spawned": ("v1", {"alone": alone}, spawn),
         "stock": ("v1", {"arithmetic": plan["arithmetic"]}, stock),
+        "ranks": ("v1", ranks, {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}),
+        "ours": ("v2", {"launches": _engine(four) | {"launches": "ours"}}, {}),
+        "vllm's": (
+            "v2",
+            {"launches": _engine(four) | {"launches": "vllm"}},
+            {"MTP_KERNELS_DISABLE": "draft"},
+        ),
     }
     return _run_all(tmp, processes)
 
@@ -130,21 +162,23 @@ def _coupled(encode, num_drafts: int, runner: str, **llm) -> dict:
     return _engine(workload, spec, **llm) | {"env": {"MTP_KERNELS_METHOD": "coupled"}}
 
 
-def _law(encode, runner: str, spec: dict | None, method: str = "vllm") -> dict:
+def _law(encode, runner: str, spec: dict | None, **env: str) -> dict:
     """The same prompt many times, half of them seeded, and as often again with top_p."""
     num, length = LAW[runner]
     base = {"temperature": 0.8, "max_tokens": length, "ignore_eos": True}
     sampling = [base | ({"seed": i} if i % 2 else {}) for i in range(num)]
     sampling += [one | {"top_p": 0.9} for one in sampling]
     workload = {"prompts": [encode(LAW_PROMPT)] * len(sampling), "sampling": sampling}
-    return _engine(workload, spec, max_num_seqs=128) | {"env": {"MTP_KERNELS_METHOD": method}}
+    return _engine(workload, spec, max_num_seqs=128) | {"env": env}
 
 
 @pytest.fixture(scope="session")
-def sampled(encode, tmp_path_factory) -> dict[str, dict[str, dict]]:
+def sampled(encode, arithmetic, pruned_vocab, tmp_path_factory) -> dict[str, dict[str, dict]]:
     """runner or "stock" -> run name -> result of `worker.py`, for `test_sampling.py`."""
-    sampled_drafts = SPEC | {"draft_sample_method": "probabilistic"}
-    block = sampled_drafts | {"rejection_sample_method": "block"}
+    block = SAMPLED_DRAFTS | {"rejection_sample_method": "block"}
+    # So hot that drafts sampled without the filter would seldom pass it.
+    filtered = {"temperature": 2.0, "min_p": 0.3, "max_tokens": 24}
+    filtered = {"prompts": arithmetic[:12], "sampling": filtered}
 
     def coupled(runner: str) -> dict[str, dict]:
         processed = {"logprobs_mode": "processed_logprobs"}
@@ -157,14 +191,19 @@ def sampled(encode, tmp_path_factory) -> dict[str, dict[str, dict]]:
 
     def law(runner: str) -> dict[str, dict]:
         return {
+            "filtered": _engine(filtered, SAMPLED_DRAFTS),
             "greedy drafts": _law(encode, runner, SPEC),
-            "sampled drafts": _law(encode, runner, sampled_drafts),
+            "sampled drafts": _law(encode, runner, SAMPLED_DRAFTS),
             "block": _law(encode, runner, block),
         }
 
+    noise = {"MTP_KERNELS_METHOD": "coupled"}
+    pruned = {"MTP_KERNELS_DRAFT_VOCAB": str(pruned_vocab)}
     more = {
-        "no drafts": _law(encode, "v1", None, "coupled"),
-        "coupled": _law(encode, "v1", sampled_drafts, "coupled"),
+        "no drafts": _law(encode, "v1", None, **noise),
+        "coupled": _law(encode, "v1", SAMPLED_DRAFTS, **noise),
+        "coupled, pruned": _law(encode, "v1", SAMPLED_DRAFTS, **noise, **pruned),
+        "pruned": _law(encode, "v1", SAMPLED_DRAFTS, **pruned),
     }
     stock = {"greedy drafts": _law(encode, "v1", SPEC)}
     processes = {

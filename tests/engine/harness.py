@@ -9,6 +9,7 @@ from pathlib import Path
 
 K = 3
 SPEC = {"method": "mtp", "num_speculative_tokens": K}
+SAMPLED_DRAFTS = SPEC | {"draft_sample_method": "probabilistic"}
 MAX_LEN = 224
 LAST = 20
 """How many of the workload's requests, the longest, run in the preempted run."""

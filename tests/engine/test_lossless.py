@@ -6,6 +6,8 @@ import pytest
 from harness import LAST, K
 from oracle import acceptance, compare
 
+from mtp_kernels import draft_vocab
+
 RUNS = ("mtp", "tight", "preempted")
 ALL = [(runner, name) for runner in ("v1", "v2") for name in RUNS]
 
@@ -93,7 +95,32 @@ def test_acceptance_length(runs, model, arithmetic) -> None:
     assert 1.5 < stock < v1 - 0.8, (stock, v1)
 
 
-def test_entry_op_changes_no_token(runs) -> None:
-    """Fused and unfused entry: same tokens, and the CustomOp switch is obeyed."""
+@pytest.mark.parametrize("runner", ["v1", "v2", "ranks"])
+def test_pruned_vocabulary_changes_no_token(runs, pruned_vocab, runner: str) -> None:
+    """32 of 320 ids can be drafted: fewer drafts are accepted, and the text is the same."""
+    run, full = runs[runner]["pruned"], runs["v1"]["mtp"]
+    assert run["tokens"] == full["tokens"][:32]
+    kept = set(draft_vocab.read(pruned_vocab, 320))
+    drafted = {token for _, _, _, drafts in run["rounds"] for token in drafts}
+    assert len(kept) == 32 and (runner == "ranks" or 10 < len(drafted)) and drafted <= kept
+    assert 2 < _mean_length(run) < _mean_length(runs["v2"]["arithmetic"]) - 0.1
+
+
+def test_two_ranks_equal_one(runs) -> None:
+    """32 prompts with the vocabulary, the heads and the layers split over two ranks."""
+    one, two = runs["v1"]["mtp"]["tokens"][:32], runs["ranks"]["greedy"]["tokens"]
+    assert one == two
+    assert _mean_length(runs["ranks"]["greedy"]) > 3.5
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_ranks_never_disagree(runs, name: str) -> None:
+    """Case 26: without seeds too, both ranks sample the same tokens and draft the same."""
+    first, second = runs["ranks"][name]["ranks"]
+    assert len(first) > 10 and first == second
+
+
+def test_fused_ops_change_no_token(runs) -> None:
+    """Fused and unfused entry and head: same tokens, and their switches are obeyed."""
     fused, unfused = runs["v1"]["mtp"]["tokens"][:12], runs["v1"]["unfused"]["tokens"]
     assert fused == [tokens[:24] for tokens in unfused]

@@ -24,7 +24,10 @@ def _chi_square(run: dict, model, encode, runner: str, top_p: float) -> tuple[fl
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize(
     "runner,name",
-    [*((r, n) for r in RUNNERS for n in LAW_RUNS), ("v1", "no drafts"), ("v1", "coupled")],
+    [
+        *((r, n) for r in RUNNERS for n in LAW_RUNS),
+        *(("v1", name) for name in ("no drafts", "coupled", "coupled, pruned", "pruned")),
+    ],
 )
 def test_law(sampled, model, encode, record_property, runner: str, name: str, top_p: float) -> None:
     """The first tokens of many samples, half of them seeded, against the target's exact law."""
@@ -45,6 +48,13 @@ def test_law_of_stock_vllm(sampled, model, encode) -> None:
 def _rejections(run: dict) -> list[int]:
     per_position = run["metrics"]["vllm:spec_decode_num_accepted_tokens_per_pos"]
     return [run["metrics"]["vllm:spec_decode_num_drafts"], *per_position]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_pass_the_requests_filters(sampled, runner: str) -> None:
+    """At temperature 2, min_p leaves the target few tokens, and those are drafted."""
+    num_drafts, first, *_ = _rejections(sampled[runner]["filtered"])
+    assert num_drafts > 50 and first > 0.9 * num_drafts, (first, num_drafts)
 
 
 @pytest.mark.parametrize("runner,num_drafts", [(r, k) for r in RUNNERS for k in range(4)])

@@ -8,14 +8,18 @@ A job is `{"runner": "v1" | "v2", "engines": [...]}`, run one after the other; e
     prompts   list of token id lists
     sampling  keyword arguments of `SamplingParams`, or a list of them; those of
               `StructuredOutputsParams` and `logit_bias` as JSON has them
-    env       environment variables to set first
+    env       environment variables, for this engine
     feed      replaces the architecture's feed rule ("target" | "chain")
+    launches  "ours" | "vllm": count what a V2 draft round launches, with whose speculator; ends
+              the process's use for anything else
+    ranks     true: report what every tensor-parallel rank sampled and drafted
     async     true: keep async scheduling on, which vLLM's CPU platform switches off
 
 and gives `{"tokens": [...], "logprobs": [...], "rounds": [...], "metrics": {...},
-"config": {...}}`, or `{"error": text}` where the engine could not be made. A round is
-`[request index, last row, [layers run], [drafts]]`; a token's logprobs are `[[id, logprob, rank],
-...]`.
+"config": {...}, "launches": [...], "ranks": [...]}`, or `{"error": text}` where the engine could
+not be made. A round is `[request index, last row, [layers run], [drafts]]`; launches are
+`launches.Launches.rounds`; a rank's are `[[known token per request], [drafts per request]]` per
+round; a token's logprobs are `[[id, logprob, rank], ...]`.
 
 V2 is the GPU model runner. On a machine without a GPU its Triton kernels run in Triton's
 interpreter; vLLM wants to see an active Triton driver for that, so it is shown one.
@@ -27,6 +31,7 @@ import gc
 import json
 import os
 import sys
+from unittest import mock
 
 
 def start(runner: str) -> None:
@@ -34,6 +39,7 @@ def start(runner: str) -> None:
     # In-process engines leave OpenMP as it is, and its threads then fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions, to all ranks
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
     if runner == "v2":
         os.environ["TRITON_INTERPRET"] = "1"
@@ -99,6 +105,23 @@ def record_rounds(rounds: list) -> None:
     adapter.Drafter = Recorded
 
 
+def record_rank(worker) -> None:
+    """In each rank's process: keep what its V1 proposer is given as sampled, and drafts."""
+    proposer = worker.model_runner.drafter
+    proposer.record, propose = [], proposer.propose
+
+    def recorded(**kwargs):
+        drafts = propose(**kwargs)
+        proposer.record.append([kwargs["next_token_ids"].tolist(), drafts.tolist()])
+        return drafts
+
+    proposer.propose = recorded
+
+
+def rank_record(worker) -> list:
+    return worker.model_runner.drafter.record
+
+
 def sampling_params(one: dict):
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
@@ -124,9 +147,13 @@ def run(engine: dict) -> dict:
 
     from mtp_kernels import archs
 
-    os.environ.update(engine.get("env", {}))
     rounds: list = []
-    if engine["llm"].get("speculative_config"):
+    launches = None
+    if "launches" in engine:
+        from launches import count_launches
+
+        launches = count_launches(engine["launches"])
+    elif engine["llm"].get("speculative_config"):
         record_rounds(rounds)
     feed = archs.Feed(engine.get("feed", "target"))
     archs.ARCHS = tuple(dataclasses.replace(spec, feed=feed) for spec in archs.ARCHS)
@@ -141,6 +168,8 @@ def run(engine: dict) -> dict:
         params = [sampling_params(one) for one in sampling]
     else:
         params = sampling_params(sampling)
+    if engine.get("ranks"):
+        llm.collective_rpc(record_rank)
     outputs = llm.generate(
         [{"prompt_token_ids": ids} for ids in engine["prompts"]], params, use_tqdm=False
     )
@@ -159,6 +188,8 @@ def run(engine: dict) -> dict:
         "logprobs": [token_logprobs(output.outputs[0]) for output in outputs],
         "rounds": rounds,
         "metrics": metrics,
+        "launches": launches and launches.rounds,
+        "ranks": llm.collective_rpc(rank_record) if engine.get("ranks") else None,
         "config": {
             "async_scheduling": config.scheduler_config.async_scheduling,
             "chunked_prefill": config.scheduler_config.enable_chunked_prefill,
@@ -178,6 +209,9 @@ def run(engine: dict) -> dict:
 if __name__ == "__main__":
     job = json.load(sys.stdin)
     start(job["runner"])
-    results = [run(engine) for engine in job["engines"]]
+    results = []
+    for engine in job["engines"]:
+        with mock.patch.dict(os.environ, engine.get("env", {})):
+            results.append(run(engine))
     with open(sys.argv[1], "w") as file:
         json.dump(results, file)
