@@ -64,11 +64,11 @@ print("init_speculator is stock:", not hasattr(model_runner.init_speculator, "__
 @pytest.mark.parametrize(
     "disable,active,disabled",
     [
-        ("", 20, 0),
-        ("draft", 12, 8),
-        ("layers,entry", 10, 10),
-        ("prefix", 15, 5),
-        ("verify", 10, 10),
+        ("", 21, 0),
+        ("draft", 12, 9),
+        ("layers,entry", 10, 11),
+        ("prefix", 16, 5),
+        ("verify", 11, 10),
     ],
 )
 def test_parts_can_be_disabled(disable: str, active: int, disabled: int) -> None:
@@ -86,12 +86,19 @@ print(rows.count("active"), rows.count("disabled"))
 @pytest.mark.parametrize(
     "words,env",
     [
-        ("any of layers,draft,prefix,entry,verify, got layer", {"MTP_KERNELS_DISABLE": "layer"}),
+        (
+            "any of layers,draft,prefix,entry,head,verify, got layer",
+            {"MTP_KERNELS_DISABLE": "layer"},
+        ),
         ("expected 0 or 1, got 'yes'", {"MTP_KERNELS_REPEAT_LAST_LAYER": "yes"}),
         ("expected vllm or coupled, got 'block'", {"MTP_KERNELS_METHOD": "block"}),
         (
             "coupled needs part verify",
             {"MTP_KERNELS_METHOD": "coupled", "MTP_KERNELS_DISABLE": "verify"},
+        ),
+        (
+            "MTP_KERNELS_DRAFT_VOCAB: needs part head",
+            {"MTP_KERNELS_DRAFT_VOCAB": "ids.txt:32", "MTP_KERNELS_DISABLE": "draft"},
         ),
     ],
 )
