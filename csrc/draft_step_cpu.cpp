@@ -39,8 +39,9 @@ void check(const Args& a) {
   expect_ints(expect, "lookahead", a.lookahead, {most_requests, past});
   expect_ints(expect, "draft_ids", a.draft_ids, {most_requests, drafts});
   expect.that(most_rows >= 1, "input_ids expected at least one row, got none");
-  expect.tensor("hidden", a.hidden, {a.hidden.scalar_type()},
-                {most_rows, a.hidden.size(a.hidden.dim() - 1)});
+  expect.that(a.hidden.dim() == 2, "hidden expected shape [", most_rows, ", H], got ",
+              shape_name(a.hidden.sizes()));
+  expect.tensor("hidden", a.hidden, {a.hidden.scalar_type()}, {most_rows, a.hidden.size(1)});
   check_memory(expect, a.memory, past, a.hidden);
   expect.that(a.rope.has_value() == a.kept_rope.has_value(),
               "rope and kept_rope expected both or neither");

@@ -489,6 +489,16 @@ PACK_ERRORS = [
         "kept_ids expected a contiguous tensor",
     ),
     ("end", torch.zeros(0, dtype=torch.int64), "end expected at least one slot, got none"),
+    (
+        "target_hidden",
+        torch.zeros(()).bfloat16(),
+        r"target_hidden expected shape \[>= .*, H\], got \[\]",
+    ),
+    (
+        "target_rope",
+        torch.zeros(9, dtype=torch.int64),
+        r"target_rope expected shape \[A, Tq\], got \[9\]",
+    ),
     ("kept_rope", None, "target_rope, kept_rope and out_rope expected all or none"),
     ("out_kv_slots", None, "block_sizes and out_kv_slots expected one for each of 2 block_tables"),
     ("block_sizes", [16], "block_sizes and out_kv_slots expected one for each of 2 block_tables"),
@@ -513,7 +523,11 @@ STEP_ERRORS = [
     ("draft_ids", torch.zeros(2, 3), r"ids expected B <= 2, got \[5, 3\]"),
     ("last_row", torch.zeros(2, dtype=torch.int64), r"last_row expected shape \[67\], got \[2\]"),
     ("input_ids", torch.zeros(0, dtype=torch.int32), r"positions expected shape \[0\]"),
+    ("hidden", torch.zeros(()), r"hidden expected shape \[[0-9]+, H\], got \[\]"),
+    ("hidden", torch.zeros(20), r"hidden expected shape \[[0-9]+, H\], got \[20\]"),
+    ("hidden", torch.zeros(3, 8), r"hidden expected shape \[[0-9]+, 8\], got \[3, 8\]"),
     ("rope", None, "rope and kept_rope expected both or neither"),
+    ("rope", torch.zeros(9, dtype=torch.int64), r"rope expected shape \[A, R\], got \[9\]"),
     ("kept_hidden", torch.zeros(70, 2, 8), "kept_hidden expected dtype bfloat16, got float32"),
 ]
 

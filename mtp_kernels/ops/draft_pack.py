@@ -206,8 +206,7 @@ def _check(
     """The checks of csrc/draft_pack_cpu.cpp, with the same messages."""
     expect = Expect("draft_pack", slots)
     expect.that(assumed.dim() == 2, f"assumed expected shape [S, K - 1], got {list(assumed.shape)}")
-    num_requests, past = slots.numel(), assumed.shape[1]
-    num_targets, hidden_size = target_ids.numel(), target_hidden.shape[-1]
+    num_requests, past, num_targets = slots.numel(), assumed.shape[1], target_ids.numel()
     most_requests, most_rows = out_last_row.numel(), out_ids.numel()
     for name, x, shape in (
         ("slots", slots, [num_requests]),
@@ -242,7 +241,7 @@ def _check(
         f"target_hidden expected shape [>= {num_targets}, H], got {list(target_hidden.shape)}",
     )
     expect.unit_stride("target_hidden", target_hidden)
-    expect.tensor("out_hidden", out_hidden, target_hidden.dtype, most_rows, hidden_size)
+    expect.tensor("out_hidden", out_hidden, target_hidden.dtype, most_rows, target_hidden.shape[1])
     check_memory(expect, past, target_hidden, kept_ids, kept_hidden, num_kept, end, assumed)
 
     ropes = (target_rope, kept_rope, out_rope)
@@ -252,7 +251,8 @@ def _check(
     )
     if target_rope is not None and kept_rope is not None and out_rope is not None:
         expect.that(
-            target_rope.dim() == 2, f"target_rope expected [A, Tq], got {list(target_rope.shape)}"
+            target_rope.dim() == 2,
+            f"target_rope expected shape [A, Tq], got {list(target_rope.shape)}",
         )
         axes = target_rope.shape[0]
         ints(expect, "target_rope", target_rope, axes, num_targets)

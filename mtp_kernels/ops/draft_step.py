@@ -156,13 +156,16 @@ def _check(
     ):
         ints(expect, name, x, *shape)
     expect.that(most_rows >= 1, "input_ids expected at least one row, got none")
-    expect.tensor("hidden", hidden, hidden.dtype, most_rows, hidden.shape[-1])
+    expect.that(
+        hidden.dim() == 2, f"hidden expected shape [{most_rows}, H], got {list(hidden.shape)}"
+    )
+    expect.tensor("hidden", hidden, hidden.dtype, most_rows, hidden.shape[1])
     check_memory(expect, past, hidden, kept_ids, kept_hidden, num_kept, end, assumed)
     expect.that(
         (rope is None) == (kept_rope is None), "rope and kept_rope expected both or neither"
     )
     if rope is not None and kept_rope is not None:
-        expect.that(rope.dim() == 2, f"rope expected [A, R], got {list(rope.shape)}")
+        expect.that(rope.dim() == 2, f"rope expected shape [A, R], got {list(rope.shape)}")
         ints(expect, "rope", rope, rope.shape[0], most_rows)
         contiguous(expect, "kept_rope", kept_rope, torch.int64, end.numel(), rope.shape[0], past)
 
