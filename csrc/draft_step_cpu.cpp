@@ -103,10 +103,11 @@ void step(const Args& a) {
   };
 
   const std::vector<int64_t> drafted = best_ids(a.values, a.ids);
+  const bool in_order = ascends(row_start, requests + 1);
   for (int64_t b = 0; b < requests; ++b) {
     const int64_t first = row_start.at(b), last = last_row.at(b), slot = slots.at(b);
     const bool has_rows =
-        0 <= first && first <= last && last < std::min(row_start.at(b + 1), num_rows);
+        in_order && 0 <= first && first <= last && last < std::min(row_start.at(b + 1), num_rows);
     draft_ids.set(b, a.step, has_rows ? drafted[b] : -1);
     if (!has_rows) continue;
     const bool remembered = 0 <= slot && slot < num_slots;
