@@ -635,8 +635,12 @@ STEP_ERRORS = [
 def test_bad_arguments_are_named(path: str, op: str, name: str, value: Any, words: str) -> None:
     row = cases.DraftRow("", cases.BF16, 3, K, HIDDEN, frozenset({"kv", "rope"}))
     inputs = getattr(cases, f"{op}_inputs")(row) | {name: value}
-    with pytest.raises(RuntimeError, match=f"^{op}: {words}"):
-        implementation(path, op)(**inputs)
+    messages = []
+    for by in (path, "reference"):
+        with pytest.raises(RuntimeError, match=f"^{op}: {words}") as error:
+            implementation(by, op)(**inputs)
+        messages.append(str(error.value).splitlines()[0])
+    assert messages[0] == messages[1]
 
 
 # ---- Triton -------------------------------------------------------------------------------------
