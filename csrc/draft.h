@@ -50,6 +50,14 @@ class OutInts : public Ints {
   OutInts() = default;
 };
 
+// Whether none of count values is below the one before it. Only of such starts are the ranges of
+// requests disjoint.
+inline bool ascends(const Ints& starts, int64_t count) {
+  for (int64_t i = 1; i < count; ++i)
+    if (starts.at(i) < starts.at(i - 1)) return false;
+  return true;
+}
+
 // Checked hidden states [rows, H], or contiguous [slots, K - 1, H] as one list of rows.
 struct HiddenRows {
   explicit HiddenRows(const Tensor& tensor)

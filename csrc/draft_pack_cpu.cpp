@@ -117,14 +117,18 @@ void pack(const Args& a) {
   const HiddenRows target_hidden(a.target_hidden), kept_hidden(a.memory.kept_hidden);
   const HiddenRows out_hidden(a.out_hidden);
 
+  const bool in_order = ascends(row_start, requests + 1);
+  const auto first_row = [&](int64_t b) {
+    return in_order ? std::clamp<int64_t>(row_start.at(b), 0, num_rows) : num_rows;
+  };
+
   const auto plan = [&](int64_t b) {
     const auto query = [&](int64_t i) {
       return std::clamp<int64_t>(query_start.at(i), 0, targets);
     };
-    const auto row = [&](int64_t i) { return std::clamp<int64_t>(row_start.at(i), 0, num_rows); };
     Rows r{};
-    r.start = row(b);
-    r.count = std::max<int64_t>(0, row(b + 1) - r.start);
+    r.start = first_row(b);
+    r.count = first_row(b + 1) - r.start;
     r.first = query(b);
     const int64_t rejected = std::max<int64_t>(0, num_rejected.at(b));
     r.num_new = std::clamp<int64_t>(query(b + 1) - r.first - rejected, 0, r.count);
@@ -189,8 +193,18 @@ void pack(const Args& a) {
       std::memset(out_hidden.row(r.start + i), 0, out_hidden.bytes);
   };
 
+  const auto clear = [&](int64_t from, int64_t to) {  // rows of no request
+    for (int64_t row = from; row < to; ++row) {
+      out_ids.set(row, 0);
+      out_positions.set(row, 0);
+      for (int64_t axis = 0; axis < axes; ++axis) out_rope.set(axis, row, 0);
+      for (size_t group = 0; group < tables.size(); ++group) out_kv_slots.set(group, row, -1);
+      std::memset(out_hidden.row(row), 0, out_hidden.bytes);
+    }
+  };
+
   for (int64_t b = 0; b <= a.out_slots.numel(); ++b)
-    out_row_start.set(b, b <= requests ? row_start.at(b) : num_rows);
+    out_row_start.set(b, b <= requests ? first_row(b) : num_rows);
   for (int64_t b = requests; b < a.out_slots.numel(); ++b) {
     out_seq_lens.set(b, 0);
     out_last_row.set(b, 0);
@@ -200,6 +214,8 @@ void pack(const Args& a) {
   for (size_t group = 0; group < tables.size(); ++group)
     for (int64_t row = num_rows; row < a.out_ids.numel(); ++row) out_kv_slots.set(group, row, -1);
   if (requests == 0) return;
+  clear(0, first_row(0));
+  clear(first_row(requests), num_rows);
   // Below about 256 KB a second thread costs more than it saves.
   const int64_t request_bytes = out_hidden.bytes * (num_rows / requests + 1);
   const int64_t grain = std::max<int64_t>(1, (1 << 18) / std::max<int64_t>(request_bytes, 1));

@@ -39,8 +39,9 @@ void check(const Args& a) {
   expect_ints(expect, "lookahead", a.lookahead, {most_requests, past});
   expect_ints(expect, "draft_ids", a.draft_ids, {most_requests, drafts});
   expect.that(most_rows >= 1, "input_ids expected at least one row, got none");
-  expect.tensor("hidden", a.hidden, {a.hidden.scalar_type()},
-                {most_rows, a.hidden.size(a.hidden.dim() - 1)});
+  expect.that(a.hidden.dim() == 2, "hidden expected shape [", most_rows, ", H], got ",
+              shape_name(a.hidden.sizes()));
+  expect.tensor("hidden", a.hidden, {a.hidden.scalar_type()}, {most_rows, a.hidden.size(1)});
   check_memory(expect, a.memory, past, a.hidden);
   expect.that(a.rope.has_value() == a.kept_rope.has_value(),
               "rope and kept_rope expected both or neither");
@@ -102,10 +103,11 @@ void step(const Args& a) {
   };
 
   const std::vector<int64_t> drafted = best_ids(a.values, a.ids);
+  const bool in_order = ascends(row_start, requests + 1);
   for (int64_t b = 0; b < requests; ++b) {
     const int64_t first = row_start.at(b), last = last_row.at(b), slot = slots.at(b);
     const bool has_rows =
-        0 <= first && first <= last && last < std::min(row_start.at(b + 1), num_rows);
+        in_order && 0 <= first && first <= last && last < std::min(row_start.at(b + 1), num_rows);
     draft_ids.set(b, a.step, has_rows ? drafted[b] : -1);
     if (!has_rows) continue;
     const bool remembered = 0 <= slot && slot < num_slots;

@@ -6,8 +6,9 @@
 
 namespace mtp {
 
-constexpr int64_t kSlice = 512;       // weight rows that have one winner
-constexpr int64_t kNoId = INT64_MAX;  // of a slice without a winner
+constexpr int64_t kSlice = 512;                  // weight rows that have one winner
+constexpr int64_t kNoId = INT64_MAX;             // of a slice without a winner
+constexpr int64_t kNoiseIds = int64_t{1} << 34;  // token ids that have noise of their own
 constexpr float kGreedyBelow = 1e-5f;
 
 struct HeadArgmaxParams {

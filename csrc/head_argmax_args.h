@@ -51,8 +51,10 @@ inline HeadArgmaxParams check_head_argmax(const HeadArgmaxArgs& a) {
   if (a.vocab_size && (*a.vocab_size < 0 || *a.vocab_size > weight_rows))
     fail("head_argmax: vocab_size expected a number in [0, ", weight_rows, "], got ",
          *a.vocab_size);
-  if (a.vocab_start < 0)
-    fail("head_argmax: vocab_start expected a number >= 0, got ", a.vocab_start);
+  const int64_t last_start = kNoiseIds - weight_rows;
+  if (a.vocab_start < 0 || a.vocab_start > last_start)
+    fail("head_argmax: vocab_start expected a number in [0, ", last_start, "], got ",
+         a.vocab_start);
   if (a.id_map) {
     expect.tensor("id_map", *a.id_map, ints, {weight_rows});
     if (a.vocab_start != 0)

@@ -364,7 +364,10 @@ def guarded(x: Tensor, guard: int) -> Tensor:
 
 @pytest.mark.parametrize("op", ["draft_pack", "draft_step"])
 def test_wrong_values_stay_within_the_tensors(path: str, op: str) -> None:
-    """Whatever the integers are, nothing outside of the tensors is written or has an effect."""
+    """Whatever the integers are, nothing outside of the tensors is written or has an effect.
+
+    And the effect is the reference's.
+    """
     row = cases.DraftRow("", cases.FP32, 6, K, HIDDEN, frozenset({"kv", "rope"}))
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
@@ -374,18 +377,111 @@ def test_wrong_values_stay_within_the_tensors(path: str, op: str) -> None:
             if not x.is_floating_point():
                 wild = torch.randint(-(10**6), 10**6, x.shape, generator=generator)
                 near = torch.randint(-3, 80, x.shape, generator=generator)
+                if name == "slots":  # which of two requests is remembered is not defined
+                    near = torch.randperm(83, generator=generator)[: len(x)] - 3
                 pick = torch.rand(x.shape, generator=generator)
                 wild = torch.where(pick < 0.2, wild, near)
                 tensors[name] = torch.where(pick < 0.6, wild, x).to(x.dtype)
+        if seed % 2:  # what the others are worth only shows in rows that are a request's
+            tensors["row_start"] = tensors["row_start"].sort().values
+        slots = tensors["slots"]
+        slots[(slots[:, None] == slots).sum(1) > 1] = -1
         left = []
-        for guard in (cases.POISON, 55):
+        for by, guard in ((path, cases.POISON), (path, 55), ("reference", 55)):
             copies = {name: guarded(x, guard) for name, x in tensors.items()}
-            implementation(path, op)(**inputs | copies)
+            implementation(by, op)(**inputs | copies)
             for name, x in copies.items():
                 whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
                 assert (whole[:2048] == guard).all() and (whole[-2048:] == guard).all(), name
             left.append(copies)
-        same(*left)
+        same(left[0], left[1])
+        same(left[1], left[2])
+
+
+# Of three requests and 12 rows -> whose each row is, -1 = nobody's.
+ROW_STARTS = {
+    "good": ([0, 4, 8, 12], [0] * 4 + [1] * 4 + [2] * 4),
+    "ends early": ([0, 4, 4, 9], [0] * 4 + [2] * 5 + [-1] * 3),
+    "ends late": ([0, 4, 8, 40], [0] * 4 + [1] * 4 + [2] * 4),
+    "begins late": ([2, 4, 8, 12], [-1] * 2 + [0] * 2 + [1] * 4 + [2] * 4),
+    "begins early": ([-30, 4, 8, 12], [0] * 4 + [1] * 4 + [2] * 4),
+    "empty": ([5, 5, 5, 5], [-1] * 12),
+    "overlap": ([0, 8, 4, 12], [-1] * 12),
+    "overlap beyond": ([0, 60, 50, 70], [-1] * 12),
+    "descends": ([12, 8, 4, 0], [-1] * 12),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("starts, owners", ROW_STARTS.values(), ids=ROW_STARTS)
+def test_every_row_is_written(
+    path: str, starts: list[int], owners: list[int], dtype: torch.dtype
+) -> None:
+    """Whatever row_start is: rows of nobody are padding, and one that descends gives no rows."""
+    row = cases.DraftRow("", cases.FP32, 3, K, HIDDEN, frozenset({"kv", "rope"}))
+    left = []
+    for by in (path, "reference"):
+        inputs = cases.draft_pack_inputs(row)
+        inputs |= {"row_start": torch.tensor(starts).to(dtype), "num_rows": 12}
+        inputs["target_positions"] += 100  # all tokens have a KV slot
+        inputs["block_tables"] = [torch.ones(3, 99, dtype=torch.int32)] * 2
+        for name in ("out_ids", "out_positions", "out_rope", "out_kv_slots"):
+            inputs[name] = inputs[name][..., :15]
+        inputs["out_hidden"] = inputs["out_hidden"][:15]
+        implementation(by, "draft_pack")(**inputs)
+        left.append({name: x for name, x in inputs.items() if name.startswith("out_")})
+    out = left[0]
+    same(out, left[1])
+    nobodys = torch.tensor(owners) < 0
+    for name in ("out_ids", "out_positions", "out_rope"):
+        rows = out[name][..., :12]
+        assert (rows != cases.POISON).all() and not rows[..., nobodys].any()
+        assert (out[name][..., 12:] == cases.POISON).all()
+    rows = out["out_hidden"]
+    assert (rows[:12] != cases.POISON).all() and not rows[:12][nobodys].any()
+    assert (rows[12:] == cases.POISON).all()
+    assert (out["out_kv_slots"] >= -1).all()
+    assert (out["out_kv_slots"][:, :12][:, nobodys] == -1).all()
+    assert (out["out_kv_slots"][:, 12:] == -1).all()
+    lengths = [owners.count(b) for b in range(3)]
+    assert (out["out_seq_lens"][:3] > 0).tolist() == [n > 0 for n in lengths]
+    assert out["out_row_start"].diff()[:3].tolist() == lengths
+    assert (out["out_row_start"][4:] == 12).all()
+    assert all(out["out_row_start"][b] == owners.index(b) for b in range(3) if lengths[b])
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("starts, owners", ROW_STARTS.values(), ids=ROW_STARTS)
+def test_no_draft_without_rows(path: str, starts: list[int], owners: list[int], step: int) -> None:
+    """A row_start that descends gives no request rows: no draft, and nothing is remembered."""
+    row = cases.DraftRow("", cases.FP32, 3, K, HIDDEN, frozenset({"rope"}), {"step": step})
+    before, got, want = (cases.draft_step_inputs(row) for _ in range(3))
+    for inputs, by in ((got, path), (want, "reference")):
+        inputs["row_start"][:] = 40
+        inputs["row_start"][:4] = torch.tensor(starts)
+        inputs["last_row"][:3] = torch.tensor([3, 7, 8])
+        implementation(by, "draft_step")(**inputs)
+    same(got, want)
+    has_none = [starts[b] < 0 or b not in owners for b in range(3)]
+    assert (got["draft_ids"][:3, step] == -1).tolist() == has_none
+    if starts != sorted(starts):
+        for name in ("input_ids", "kept_ids", "kept_hidden", "num_kept", "end", "assumed"):
+            same(got[name], before[name])
+
+
+def test_int32_does_not_wrap(path: str) -> None:
+    """Differences and ends of int32 values are of 64 bits."""
+    row = cases.DraftRow("", cases.FP32, 3, K, HIDDEN, frozenset({"int32"}))
+    inputs = cases.draft_pack_inputs(row)
+    inputs["query_start"][1] = 0
+    inputs["query_start"][0] = inputs["query_start"][-1]
+    inputs["num_rejected"][0] = 2**31 - 1
+    implementation(path, "draft_pack")(**inputs)
+    assert not inputs["out_hidden"][: inputs["row_start"][1]].any()
+    inputs = cases.draft_step_inputs(row)
+    inputs["positions"][:] = 2**31 - 1
+    implementation(path, "draft_step")(**inputs)
+    assert (inputs["end"][inputs["slots"][:3].long()] == 2**31).all()
 
 
 class Recorded(TorchDispatchMode):
@@ -489,6 +585,16 @@ PACK_ERRORS = [
         "kept_ids expected a contiguous tensor",
     ),
     ("end", torch.zeros(0, dtype=torch.int64), "end expected at least one slot, got none"),
+    (
+        "target_hidden",
+        torch.zeros(()).bfloat16(),
+        r"target_hidden expected shape \[>= .*, H\], got \[\]",
+    ),
+    (
+        "target_rope",
+        torch.zeros(9, dtype=torch.int64),
+        r"target_rope expected shape \[A, Tq\], got \[9\]",
+    ),
     ("kept_rope", None, "target_rope, kept_rope and out_rope expected all or none"),
     ("out_kv_slots", None, "block_sizes and out_kv_slots expected one for each of 2 block_tables"),
     ("block_sizes", [16], "block_sizes and out_kv_slots expected one for each of 2 block_tables"),
@@ -513,7 +619,11 @@ STEP_ERRORS = [
     ("draft_ids", torch.zeros(2, 3), r"ids expected B <= 2, got \[5, 3\]"),
     ("last_row", torch.zeros(2, dtype=torch.int64), r"last_row expected shape \[67\], got \[2\]"),
     ("input_ids", torch.zeros(0, dtype=torch.int32), r"positions expected shape \[0\]"),
+    ("hidden", torch.zeros(()), r"hidden expected shape \[[0-9]+, H\], got \[\]"),
+    ("hidden", torch.zeros(20), r"hidden expected shape \[[0-9]+, H\], got \[20\]"),
+    ("hidden", torch.zeros(3, 8), r"hidden expected shape \[[0-9]+, 8\], got \[3, 8\]"),
     ("rope", None, "rope and kept_rope expected both or neither"),
+    ("rope", torch.zeros(9, dtype=torch.int64), r"rope expected shape \[A, R\], got \[9\]"),
     ("kept_hidden", torch.zeros(70, 2, 8), "kept_hidden expected dtype bfloat16, got float32"),
 ]
 
@@ -525,8 +635,12 @@ STEP_ERRORS = [
 def test_bad_arguments_are_named(path: str, op: str, name: str, value: Any, words: str) -> None:
     row = cases.DraftRow("", cases.BF16, 3, K, HIDDEN, frozenset({"kv", "rope"}))
     inputs = getattr(cases, f"{op}_inputs")(row) | {name: value}
-    with pytest.raises(RuntimeError, match=f"^{op}: {words}"):
-        implementation(path, op)(**inputs)
+    messages = []
+    for by in (path, "reference"):
+        with pytest.raises(RuntimeError, match=f"^{op}: {words}") as error:
+            implementation(by, op)(**inputs)
+        messages.append(str(error.value).splitlines()[0])
+    assert messages[0] == messages[1]
 
 
 # ---- Triton -------------------------------------------------------------------------------------

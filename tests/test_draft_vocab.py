@@ -3,6 +3,7 @@
 import builtins
 import io
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,33 @@ def test_parts_begin_where_a_token_does() -> None:
     assert len(words) > 10
     for part in words[1:]:
         assert part[0] == " " and part[1] != " "
+
+
+def test_parts_have_the_tokens_of_the_whole() -> None:
+    """With the splitting rule of Qwen and MiMo; line by line, "\\n\\n" would be two tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pre, train = tokenizers.pre_tokenizers, tokenizers.trainers.BpeTrainer
+    rule = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = pre.Sequence(
+        [
+            pre.Split(tokenizers.Regex(rule), "isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    text = Path(draft_vocab.__file__).read_text() + Path(__file__).read_text()
+    tokenizer.train_from_iterator([text], train(vocab_size=900, show_progress=False))
+
+    def ids(parts: Iterable[str]) -> list[int]:
+        return [token for part in parts for token in tokenizer.encode(part).ids]
+
+    parts = list(draft_vocab.chunks(io.StringIO(text), 2048))
+    assert len(parts) > 5
+    assert ids(parts) == ids([text])
+    assert ids(text.splitlines(keepends=True)) != ids([text])
 
 
 # ---- The command --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import cases
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtp_kernels.ops import _exact as exact
 from mtp_kernels.ops import head_argmax as op
@@ -270,6 +271,20 @@ def test_the_noise_is_that_of_the_shared_arithmetic(run: Callable[..., Outputs])
             assert values[0, t] == (logits[t, 0] if temperature < 1e-5 else want)
 
 
+def test_ids_at_the_end_and_beyond(run: Callable[..., Outputs]) -> None:
+    """The last ids that can be numbered; ids that cannot have the noise of those modulo 2^34."""
+    inputs = inputs_of("sampled", cases.FP32, tokens=5)
+    inputs["head_weight"].zero_()
+    start = 2**34 - 1200
+    last = torch.arange(start, 2**34)
+    want = run(**inputs, id_map=last)
+    same(run(**inputs, vocab_start=start), want)
+    assert not torch.equal(want[0], run(**inputs)[0])
+    for away in (2**34, -(2**34), 2**40):
+        values, ids = run(**inputs, id_map=last + away)
+        same((values, ids - away), want)
+
+
 def test_greedy_rows_beside_sampled_ones(run: Callable[..., Outputs]) -> None:
     inputs = inputs_of("sampled", tokens=4)
     inputs["temperature"] = torch.tensor([0, 1e-6, 0.7, 9e-6])
@@ -324,6 +339,7 @@ def bf16(*shape: int) -> Tensor:
 
 
 WEIGHT = "head_weight expected shape [V >= 1, 64] or packed [V/16, 32, 16, 2], got"
+LAST_START = 2**34 - 1200
 BAD = [  # what is changed in a good sampled call with T = 7, H = 64, V = 1200; the message
     (
         {"hidden": torch.zeros(7, 64).double()},
@@ -347,7 +363,15 @@ BAD = [  # what is changed in a good sampled call with T = 7, H = 64, V = 1200; 
     ),
     ({"vocab_size": 1201}, "vocab_size expected a number in [0, 1200], got 1201"),
     ({"vocab_size": -1}, "vocab_size expected a number in [0, 1200], got -1"),
-    ({"vocab_start": -1}, "vocab_start expected a number >= 0, got -1"),
+    ({"vocab_start": -1}, f"vocab_start expected a number in [0, {LAST_START}], got -1"),
+    (
+        {"vocab_start": LAST_START + 1},
+        f"vocab_start expected a number in [0, {LAST_START}], got {LAST_START + 1}",
+    ),
+    (
+        {"vocab_start": 2**63 - 1},
+        f"vocab_start expected a number in [0, {LAST_START}], got {2**63 - 1}",
+    ),
     ({"id_map": torch.zeros(1199).long()}, "id_map expected shape [1200], got [1199]"),
     ({"id_map": torch.zeros(1200)}, "id_map expected dtype int32 or int64, got float32"),
     ({"id_map": torch.zeros(2400).long()[::2]}, "id_map expected last stride 1, got 2"),
@@ -371,6 +395,17 @@ def test_bad_input_is_named(call: Callable[..., Outputs], change: dict, message:
     with pytest.raises(RuntimeError) as error:
         call(**inputs_of("sampled") | change)
     assert str(error.value).splitlines()[0] == f"head_argmax: {message}"
+
+
+def test_the_fake_names_bad_input_too() -> None:
+    with FakeTensorMode() as mode:
+        inputs = {
+            name: mode.from_tensor(x) if isinstance(x, Tensor) else x
+            for name, x in inputs_of("sampled").items()
+        }
+        head_argmax(**inputs, vocab_start=LAST_START)
+        with pytest.raises(RuntimeError, match=r"vocab_start expected a number in \[0, "):
+            head_argmax(**inputs, vocab_start=LAST_START + 1)
 
 
 def test_tensors_of_another_device_are_named() -> None:

@@ -36,6 +36,10 @@ def all_inputs() -> Iterator[tuple[str, dict[str, Any]]]:
         dtype = cases.FP32 if row.dtype == cases.FP32 else cases.FP16
         row = dataclasses.replace(row, dtype=dtype, features=row.features - {"packed"})
         yield from ((f"{row.id}-{seed}", cases.head_inputs(row, seed)) for seed in range(2))
+    row = cases.HeadRow("", cases.FP32, 3, 16, 9, frozenset({"sampled"}))
+    yield "last-ids", cases.head_inputs(row) | {"vocab_start": 2**34 - 9}
+    beyond = 2 ** torch.arange(30, 39) - torch.arange(9)
+    yield "ids-beyond", cases.head_inputs(row) | {"id_map": beyond}
 
 
 def interpret(file: Path) -> None:

@@ -100,11 +100,24 @@ def _load(values, at, mask):
 
 
 @triton.jit
-def _plan(inputs, counts, b, inside, PAST: tl.constexpr):
-    """The rows of one or several requests b."""
+def ascends(starts, count, COUNT: tl.constexpr):
+    """Whether none of the first count + 1 starts is below the one before it."""
+    b = tl.arange(0, COUNT)
+    inside = b < count
+    return tl.sum((_load(starts, b + 1, inside) < _load(starts, b, inside)).to(tl.int32)) == 0
+
+
+@triton.jit
+def _row_start(inputs, counts, b, inside, in_order):
     start = _clamp(_load(inputs.row_start, b, inside), 0, counts.rows)
-    stop = _clamp(_load(inputs.row_start, b + 1, inside), 0, counts.rows)
-    count = tl.maximum(stop - start, 0)
+    return tl.where(inside & in_order, start, counts.rows)
+
+
+@triton.jit
+def _plan(inputs, counts, b, inside, in_order, PAST: tl.constexpr):
+    """The rows of one or several requests b."""
+    start = _row_start(inputs, counts, b, inside, in_order)
+    count = _row_start(inputs, counts, b + 1, inside, in_order) - start
     first = _clamp(_load(inputs.query_start, b, inside), 0, counts.targets)
     num_new = _clamp(_load(inputs.query_start, b + 1, inside), 0, counts.targets) - first
     num_new -= tl.maximum(_load(inputs.num_rejected, b, inside), 0)
@@ -132,14 +145,13 @@ def _plan(inputs, counts, b, inside, PAST: tl.constexpr):
 
 
 @triton.jit
-def _write_requests(inputs, outputs, counts, b, PAST: tl.constexpr):
+def _write_requests(inputs, outputs, counts, b, PAST: tl.constexpr, REQUESTS: tl.constexpr):
     """What is per request, of requests b and of those that the round does not have."""
     inside = b < counts.requests
     there = b < outputs.most_requests
-    r = _plan(inputs, counts, b, inside, PAST)
-    row_start = tl.where(
-        b <= counts.requests, _load(inputs.row_start, b, b <= counts.requests), counts.rows
-    )
+    in_order = ascends(inputs.row_start, counts.requests, REQUESTS)
+    r = _plan(inputs, counts, b, inside, in_order, PAST)
+    row_start = _row_start(inputs, counts, b, b <= counts.requests, in_order)
     tl.store(outputs.row_start + b, row_start, mask=b <= outputs.most_requests)
     reserved = inside & (r.count > 0)
     seq_len = tl.where(reserved, r.first_position - r.window + r.count, 0)
@@ -180,10 +192,12 @@ def _write_row(
     stops = _load(inputs.row_start, requests + 1, requests < counts.requests)
     before = (stops <= row) & (requests < counts.requests)
     b = tl.minimum(tl.sum(before.to(tl.int32)), counts.requests - 1).to(tl.int64)
-    r = _plan(inputs, counts, b, b >= 0, PAST)
+    in_order = ascends(inputs.row_start, counts.requests, REQUESTS)
+    r = _plan(inputs, counts, b, b >= 0, in_order, PAST)
     offset = row - r.start
+    owned = (offset >= 0) & (offset < r.count)
     behind = offset - r.window
-    used = (offset >= 0) & (offset < r.window + r.num_new)
+    used = owned & (offset < r.window + r.num_new)
     in_window, is_new = used & (behind < 0), used & (behind >= 0)
     source = r.first + behind
     position = r.first_position + behind
@@ -194,7 +208,7 @@ def _write_row(
     if PAST > 0:
         id = tl.where(in_window, _load(inputs.kept_ids, kept, in_window), id)
     tl.store(outputs.ids + row, tl.where(used, id, 0))
-    tl.store(outputs.positions + row, position)
+    tl.store(outputs.positions + row, tl.where(owned, position, 0))
     for axis in tl.static_range(AXES):
         rope = _load(inputs.target_rope.data, axis * inputs.target_rope.stride + source, is_new)
         if PAST > 0:
@@ -254,7 +268,7 @@ def draft_pack_kernel(
         )
     else:
         lanes = (pid - num_rows).to(tl.int64) * LANES + tl.arange(0, LANES)
-        _write_requests(inputs, outputs, counts, lanes, PAST)
+        _write_requests(inputs, outputs, counts, lanes, PAST, REQUESTS)
         rows = num_rows + lanes
         for group in tl.static_range(len(tables)):
             unused = outputs.kv_slots.data + group * outputs.kv_slots.stride + rows
@@ -347,7 +361,7 @@ def draft_pack(
             PAST=assumed.shape[1],
             HIDDEN=target_hidden.shape[1],
             AXES=0 if out_rope is None else out_rope.shape[0],
-            REQUESTS=triton.next_power_of_2(most_requests),
+            REQUESTS=triton.next_power_of_2(max(most_requests, 1)),
             BLOCK=min(triton.next_power_of_2(target_hidden.shape[1]), _BLOCK),
             LANES=_LANES,
             **_CONFIG,

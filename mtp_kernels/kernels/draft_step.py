@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtp_kernels.kernels.draft_pack import matrix, on_device
+from mtp_kernels.kernels.draft_pack import ascends, matrix, on_device
 from mtp_kernels.ops import draft_step as definition
 from mtp_kernels.ops import head_argmax
 
@@ -126,6 +126,7 @@ def draft_step_kernel(
     SLICES: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
 ):
     """Grid (requests, 1); in step 0 (requests, 1 + blocks of a hidden state)."""
     b = tl.program_id(0).to(tl.int64)
@@ -135,6 +136,7 @@ def draft_step_kernel(
     last = tl.load(buffers.last_row + b).to(tl.int64)
     slot = tl.load(buffers.slots + b).to(tl.int64)
     has_rows = (0 <= first) & (first <= last) & (last < tl.minimum(stop, buffers.most_rows))
+    has_rows = has_rows & ascends(buffers.row_start, tl.num_programs(0), REQUESTS)
     remembered = has_rows & (0 <= slot) & (slot < memory.num_slots)
     if part > 0:
         if remembered:
@@ -213,6 +215,7 @@ def draft_step(
             SLICES=min(triton.next_power_of_2(num_slices), _SLICES),
             BLOCK=block,
             ROWS=_ROWS,
+            REQUESTS=triton.next_power_of_2(last_row.numel()),
             **_CONFIG,
         )
 

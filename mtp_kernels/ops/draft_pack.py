@@ -63,7 +63,8 @@ def draft_pack(
     target_hidden: [>= Tq, H] any dtype, the target's hidden states.
     next_ids: [B], the known token after each request's last surviving row.
     lookahead_ids: [B, K - 1], the tokens after next_ids, -1 = not known.
-    row_start: [B + 1], ascending from 0 to num_rows.
+    row_start: [B + 1], ascending from 0 to num_rows. Taken within [0, num_rows]; one that descends
+        anywhere is taken as num_rows throughout, so that no request has rows.
     num_rows: rows of this round, 0 unless B >= 1.
     kept_ids: [S, K - 1] int64, ids that layer 0 was fed in the last rows of the round before,
         newest last. kept_hidden: [S, K - 1, H], the hidden states of those rows.
@@ -78,21 +79,24 @@ def draft_pack(
 
     Written, with room for R rows and M requests:
     out_ids: [R]. out_positions: [R]. out_hidden: [R, H] of target_hidden's dtype.
-    out_row_start: [M + 1], row_start, then num_rows.
+    out_row_start: [M + 1], row_start as taken, then num_rows.
     out_seq_lens: [M], position of the last reserved row + 1; 0 without reserved rows.
     out_last_row: [M], the row that drafts; 0 without reserved rows.
     out_slots: [M], slots, -1 = padding.
     out_lookahead: [M, K - 1], lookahead_ids, -1 for requests from B on.
     out_kv_slots: [G, R], per KV-cache group the slot of each row's token, -1 = none.
     out_rope: [A, R].
+    Rows before num_rows that are no request's get id 0, position 0, hidden 0, RoPE 0, no KV slot.
     Rows from num_rows on are written in out_kv_slots only.
 
     K - 1, B and num_rows may be 0. Values are not checked: wrong ones give wrong rows, but nothing
-    outside of the tensors is read or written. Results are the same on all backends.
+    outside of the tensors is read or written. Results are the same on all backends, of whatever
+    values.
     """
     _check(**locals())
     num_requests, past, device = slots.numel(), assumed.shape[1], slots.device
 
+    row_start = torch.where(ascends(row_start), row_start.long().clamp(0, num_rows), num_rows)
     out_row_start[: num_requests + 1] = row_start
     out_row_start[num_requests + 1 :] = num_rows
     for out, padding in (
@@ -108,8 +112,8 @@ def draft_pack(
         return
 
     num_targets = target_ids.numel()
-    query_start, row_start = query_start.clamp(0, num_targets), row_start.long().clamp(0, num_rows)
-    first, capacity = query_start[:-1].long(), row_start.diff().clamp(min=0)
+    query_start = query_start.long().clamp(0, num_targets)
+    first, capacity = query_start[:-1], row_start.diff()
     num_new = torch.minimum((query_start.diff() - num_rejected.clamp(min=0)).clamp(min=0), capacity)
     remembered = (slots >= 0) & (slots < end.numel()) & (num_new > 0)
     slot = torch.where(remembered, slots, 0).long()
@@ -137,9 +141,10 @@ def draft_pack(
 
     row = torch.arange(num_rows, device=device)
     request = torch.searchsorted(row_start[1:], row, right=True).clamp(max=num_requests - 1)
+    owned = (row_start[0] <= row) & (row < row_start[-1])
     offset = row - row_start[request]
     behind = offset - window[request]  # the first surviving row; negative in the window
-    in_window, used = behind < 0, offset < num_used[request]
+    in_window, used = behind < 0, owned & (offset < num_used[request])
     source = (first[request] + behind).clamp(0, num_targets - 1)
     kept = (past + behind).clamp(0, max(past - 1, 0))
 
@@ -152,7 +157,7 @@ def draft_pack(
     positions = first_position[request] + behind
     out_ids[:num_rows] = ids.masked_fill(~used, 0)
     out_hidden[:num_rows] = hidden.masked_fill(~used[:, None], 0)
-    out_positions[:num_rows] = positions
+    out_positions[:num_rows] = positions.masked_fill(~owned, 0)
 
     if target_rope is not None and kept_rope is not None and out_rope is not None:
         rope = target_rope[:, source].long()
@@ -169,6 +174,11 @@ def draft_pack(
         block = table[request, column.clamp(0, table.shape[1] - 1)].long()
         inside = mapped & (column < table.shape[1]) & (block >= 0)
         out_kv_slots[group, :num_rows] = torch.where(inside, block * size + positions % size, -1)
+
+
+def ascends(starts: Tensor) -> Tensor:
+    """Whether no start is below the one before it; a bool tensor of one element."""
+    return (starts[1:] >= starts[:-1]).all()
 
 
 def _check(
@@ -206,8 +216,7 @@ def _check(
     """The checks of csrc/draft_pack_cpu.cpp, with the same messages."""
     expect = Expect("draft_pack", slots)
     expect.that(assumed.dim() == 2, f"assumed expected shape [S, K - 1], got {list(assumed.shape)}")
-    num_requests, past = slots.numel(), assumed.shape[1]
-    num_targets, hidden_size = target_ids.numel(), target_hidden.shape[-1]
+    num_requests, past, num_targets = slots.numel(), assumed.shape[1], target_ids.numel()
     most_requests, most_rows = out_last_row.numel(), out_ids.numel()
     for name, x, shape in (
         ("slots", slots, [num_requests]),
@@ -242,7 +251,7 @@ def _check(
         f"target_hidden expected shape [>= {num_targets}, H], got {list(target_hidden.shape)}",
     )
     expect.unit_stride("target_hidden", target_hidden)
-    expect.tensor("out_hidden", out_hidden, target_hidden.dtype, most_rows, hidden_size)
+    expect.tensor("out_hidden", out_hidden, target_hidden.dtype, most_rows, target_hidden.shape[1])
     check_memory(expect, past, target_hidden, kept_ids, kept_hidden, num_kept, end, assumed)
 
     ropes = (target_rope, kept_rope, out_rope)
@@ -252,7 +261,8 @@ def _check(
     )
     if target_rope is not None and kept_rope is not None and out_rope is not None:
         expect.that(
-            target_rope.dim() == 2, f"target_rope expected [A, Tq], got {list(target_rope.shape)}"
+            target_rope.dim() == 2,
+            f"target_rope expected shape [A, Tq], got {list(target_rope.shape)}",
         )
         axes = target_rope.shape[0]
         ints(expect, "target_rope", target_rope, axes, num_targets)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mtp_kernels.ops._declare import Expect, declare
-from mtp_kernels.ops.draft_pack import check_memory, contiguous, ints
+from mtp_kernels.ops.draft_pack import ascends, check_memory, contiguous, ints
 from mtp_kernels.ops.head_argmax import best_ids
 
 
@@ -44,22 +44,24 @@ def draft_step(
         last row gets the token that the next layer is fed: lookahead's where known, else the draft.
     positions: [R]. hidden: [R, H], any dtype. rope: [A, R]. Read in step 0, like row_start.
     row_start: [M + 1], M >= B. last_row: [M]. slots: [M]. lookahead: [M, K - 1]. As `draft_pack`
-        made them.
+        made them. Where the first B + 1 of row_start descend anywhere, no request has rows. No two
+        requests share a slot.
     draft_ids: [M, K], column step is written for B requests; -1 for requests without rows.
     kept_ids, kept_hidden, num_kept, end, kept_rope: as in `draft_pack`, written in step 0 for the
         slots of this round, and of the kept tensors only as many rows as there are.
     assumed: [S, K - 1] int64, column step is written for the same slots: the tokens fed.
 
     B and K - 1 may be 0. Values are not checked: nothing outside of the tensors is read or written.
-    Results are the same on all backends.
+    Results are the same on all backends, of whatever values but two requests with one slot.
     """
     _check(**locals())
     num_requests, past = ids.shape[1], lookahead.shape[1]
     if num_requests == 0:
         return
     token = _best(values, ids)
-    first, last = row_start[:num_requests].long(), last_row[:num_requests].long()
-    has_rows = (first <= last) & (last < row_start[1 : num_requests + 1])
+    row_start, last = row_start[: num_requests + 1].long(), last_row[:num_requests].long()
+    first = row_start[:-1]
+    has_rows = ascends(row_start) & (first <= last) & (last < row_start[1:])
     has_rows &= (first >= 0) & (last < input_ids.numel())
     draft_ids[:num_requests, step] = torch.where(has_rows, token, -1)
 
@@ -82,7 +84,7 @@ def draft_step(
         put(kept_ids, torch.where(keeps, input_ids[rows], kept_ids[old]))
         put(kept_hidden, torch.where(keeps[:, :, None], hidden[rows], kept_hidden[old]))
         put(num_kept, (last + 1 - first).clamp(max=past))
-        put(end, positions[last.clamp(0, input_ids.numel() - 1)] + 1)
+        put(end, positions[last.clamp(0, input_ids.numel() - 1)].long() + 1)
         if rope is not None and kept_rope is not None:
             new = rope[:, rows].transpose(0, 1)
             put(kept_rope, torch.where(keeps[:, None], new, kept_rope[old]))
@@ -93,8 +95,7 @@ def draft_step(
     fed = torch.where(fed >= 0, fed, token)
     put(assumed[:, step], fed)
     row = torch.arange(input_ids.numel(), device=ids.device)
-    request = torch.searchsorted(row_start[1 : num_requests + 1].long(), row, right=True)
-    request = request.clamp(max=num_requests - 1)
+    request = torch.searchsorted(row_start[1:], row, right=True).clamp(max=num_requests - 1)
     last = last[request]
     moved = has_rows[request] & (first[request] <= row) & (row <= last)
     new = torch.where(row == last, fed[request], input_ids.roll(-1))
@@ -156,13 +157,16 @@ def _check(
     ):
         ints(expect, name, x, *shape)
     expect.that(most_rows >= 1, "input_ids expected at least one row, got none")
-    expect.tensor("hidden", hidden, hidden.dtype, most_rows, hidden.shape[-1])
+    expect.that(
+        hidden.dim() == 2, f"hidden expected shape [{most_rows}, H], got {list(hidden.shape)}"
+    )
+    expect.tensor("hidden", hidden, hidden.dtype, most_rows, hidden.shape[1])
     check_memory(expect, past, hidden, kept_ids, kept_hidden, num_kept, end, assumed)
     expect.that(
         (rope is None) == (kept_rope is None), "rope and kept_rope expected both or neither"
     )
     if rope is not None and kept_rope is not None:
-        expect.that(rope.dim() == 2, f"rope expected [A, R], got {list(rope.shape)}")
+        expect.that(rope.dim() == 2, f"rope expected shape [A, R], got {list(rope.shape)}")
         ints(expect, "rope", rope, rope.shape[0], most_rows)
         contiguous(expect, "kept_rope", kept_rope, torch.int64, end.numel(), rope.shape[0], past)
 

@@ -15,6 +15,8 @@ SLICE = 512
 """Rows of head_weight that have one winner."""
 NO_ID = torch.iinfo(torch.int64).max
 """The id of a winner where there is none: it loses every tie."""
+NOISE_IDS = 1 << 34
+"""Token ids that have noise of their own: four words of each 32-bit lane."""
 
 
 def head_argmax(
@@ -37,7 +39,7 @@ def head_argmax(
     hidden: [T, H] bfloat16, float16 or float32, the model dtype; rows may be strided.
     head_weight: [V, H], rows may be strided; or what `pack_projection` made of it.
     vocab_size: rows of head_weight from here on are padding, which never wins. None: V.
-    vocab_start: row i is token vocab_start + i.
+    vocab_start: row i is token vocab_start + i; 0 to 2^34 - V.
     id_map: [V] int32 or int64, row i is token id_map[i], in any order (a pruned vocabulary); then
         vocab_start is 0.
     temperature: [T] float32; below 1e-5: argmax, as without it.
@@ -47,7 +49,8 @@ def head_argmax(
 
     Returns fresh tensors, S = ceil(V / 512): values [S, T] float32, ids [S, T] int64. Ties go to
     the lowest id. A slice whose logits are all padding or NaN has value -inf and the largest int64
-    as id. T = 0 is allowed. Values are not checked; sampling wants token ids below 2^34.
+    as id. T = 0 is allowed. Values are not checked; an id outside of [0, 2^34) in id_map has the
+    noise of the one that equals it modulo 2^34.
 
     A logit is summed in fp32 and rounded to the model dtype, as the unfused head would write it; it
     is never written. Sampling is an exponential race in the log domain: a value is `logit * (1 /
@@ -98,7 +101,8 @@ def values_and_ids(
     if temperature is not None:
         assert seeds is not None and positions is not None  # by _check
         decided = positions.to(torch.int64)[:, None] + 1
-        words = exact.philox(seeds[:, None], decided, STREAMS[stream], ids >> 2)
+        lane = (ids % NOISE_IDS) >> 2
+        words = exact.philox(seeds[:, None], decided, STREAMS[stream], lane)
         word = torch.stack(words, -1).gather(-1, (ids & 3).expand_as(values)[..., None])
         noise = exact.log(exact.exponential(word.squeeze(-1)))
         raced = values * (1 / temperature)[:, None] - noise
@@ -149,7 +153,11 @@ def _check(
         vocab_size is None or 0 <= vocab_size <= num_rows,
         f"vocab_size expected a number in [0, {num_rows}], got {vocab_size}",
     )
-    expect.that(vocab_start >= 0, f"vocab_start expected a number >= 0, got {vocab_start}")
+    last_start = NOISE_IDS - num_rows
+    expect.that(
+        0 <= vocab_start <= last_start,
+        f"vocab_start expected a number in [0, {last_start}], got {vocab_start}",
+    )
     if id_map is not None:
         expect.device("id_map", id_map)
         expect.dtype("id_map", id_map, torch.int32, torch.int64)
