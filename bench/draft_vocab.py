@@ -61,7 +61,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         xlabel=f"ids that can be drafted, of {VOCAB}",
         ylabel="accepted, of all rounds",
         ylim=(0, 1.03),
-        title="Acceptance with a pruned draft vocabulary (tiny checkpoint, greedy)",
+        title="Pruned draft vocabulary: tiny checkpoint, greedy",
     )
     axes.grid(alpha=0.3)
     axes.legend()

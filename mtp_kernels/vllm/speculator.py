@@ -73,8 +73,13 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         log_active(self.vllm_config, self.drafter, self.model, self.head, names, "V2")
 
     def use_samplers(self, sampler: Sampler, rejection_sampler: RejectionSampler) -> None:
-        """Where the requests' temperatures and filters are, and who judges the drafts."""
-        self._sampling_states = sampler.sampling_states
+        """Where the requests' filters are, and who judges the drafts."""
+        states = sampler.sampling_states
+        self._filters_now = {"top_k": states.top_k, "top_p": states.top_p, "min_p": states.min_p}
+        # Those move from buffer to buffer, and a captured graph reads where it always did.
+        self._filters = {
+            name: state.gpu.to(self.device, copy=True) for name, state in self._filters_now.items()
+        }
         if self._method is not None:
             rejection_sampler.draft_kind = "filtered_logits"
 
@@ -187,6 +192,11 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             )
         return self.draft_tokens[:num_reqs]
 
+    def _copy_request_inputs(self, *args: Any, **kwargs: Any) -> None:
+        super()._copy_request_inputs(*args, **kwargs)
+        for name, state in self._filters_now.items():
+            self._filters[name].copy_(state.gpu, non_blocking=True)
+
     def _known_ids(
         self,
         batch: InputBatch,
@@ -268,11 +278,6 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
 
     def _sampling(self, num_reqs: int) -> Sampling:
         """How the requests sample. A graph serves requests with filters and without: all are on."""
-        states, at = self._sampling_states, self.idx_mapping[:num_reqs]
-        return Sampling(
-            temperature=self.temperature[at],
-            seeds=self.seeds[at],
-            top_k=states.top_k.gpu[at],
-            top_p=states.top_p.gpu[at],
-            min_p=states.min_p.gpu[at],
-        )
+        at = self.idx_mapping[:num_reqs]
+        filters = {name: values[at] for name, values in self._filters.items()}
+        return Sampling(temperature=self.temperature[at], seeds=self.seeds[at], **filters)
