@@ -111,6 +111,20 @@ def entry_inputs(row: EntryRow, seed: int = 0) -> dict[str, Any]:
     return inputs
 
 
+def entry_exact(inputs: dict[str, Any]) -> Tensor:
+    """The formula of entry for inputs_embeds in fp64, nothing rounded on the way."""
+
+    def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain
+
+    wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    halves = [
+        norm(wide["inputs_embeds"], wide["enorm_weight"], wide["enorm_eps"]),
+        norm(wide["hidden"], wide["hnorm_weight"], wide["hnorm_eps"]),
+    ]
+    return torch.cat(halves, dim=-1) @ wide["proj_weight"].T
+
+
 def _row(
     id: str, dtype: torch.dtype, shape: tuple[int | None, int, int], *features: str, **options: Any
 ) -> EntryRow:

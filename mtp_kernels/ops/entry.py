@@ -229,9 +229,7 @@ def check_projection(
 def check_half(expect: Expect, name: str, weight: Tensor, dtype: torch.dtype, size: int) -> int:
     """Of a projection that is used by halves. Returns H_out."""
     out_features = check_projection(expect, name, weight, dtype, size)
-    expect.that(
-        weight.dim() != 4 or size % 2 == 0, f"packed {name} expected an even H, got {size}"
-    )
+    expect.that(weight.dim() != 4 or size % 2 == 0, f"packed {name} expected an even H, got {size}")
     return out_features
 
 

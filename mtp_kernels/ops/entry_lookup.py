@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mtp_kernels.ops._declare import Expect, declare
@@ -48,9 +47,7 @@ def entry_lookup(
     return out.to(projected.dtype)
 
 
-def _check(
-    hidden_part: Tensor, projected: Tensor, proj_bias: Tensor | None, **lookup: Any
-) -> None:
+def _check(hidden_part: Tensor, projected: Tensor, proj_bias: Tensor | None, **lookup: Any) -> None:
     """The checks of csrc/entry_lookup_cpu.cpp, with the same messages."""
     expect = Expect("entry_lookup", hidden_part)
     rows = check_hidden_part(expect, hidden_part)
