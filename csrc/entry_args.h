@@ -61,19 +61,19 @@ inline void check_gamma_offset(const Expect& expect, int64_t gamma_offset) {
               gamma_offset);
 }
 
-inline Norm check_norm(const Expect& expect, const std::string& name, const OptionalTensor& weight,
+inline Norm check_norm(const Expect& expect, const char* name, const OptionalTensor& weight,
                        const char* eps_name, double eps, int64_t gamma_offset, ScalarType dtype,
                        int64_t size) {
-  if (weight) expect.tensor(name.c_str(), *weight, {dtype}, {size});
+  if (weight) expect.tensor(name, *weight, {dtype}, {size});
   expect.that(std::isfinite(eps) && eps >= 0, eps_name, " expected a finite number >= 0, got ",
               eps);
   return {data_or_null(weight), static_cast<float>(eps), gamma_offset == 1};
 }
 
-inline Weight check_projection(const Expect& expect, const std::string& name, const Tensor& weight,
+inline Weight check_projection(const Expect& expect, const char* name, const Tensor& weight,
                                ScalarType dtype, int64_t size) {
-  expect.device(name.c_str(), weight);
-  expect.dtype(name.c_str(), weight, {dtype});
+  expect.device(name, weight);
+  expect.dtype(name, weight, {dtype});
   const bool packed = weight.dim() == 4;
   const bool fits = packed
                         ? weight.size(1) == size && weight.size(2) == kPanel && weight.size(3) == 2
@@ -81,17 +81,17 @@ inline Weight check_projection(const Expect& expect, const std::string& name, co
   expect.that(fits, name, " expected shape [H_out, ", 2 * size, "] or packed [H_out/16, ", size,
               ", 16, 2], got ", shape_name(weight.sizes()));
   if (packed) {
-    expect.dtype(("packed " + name).c_str(), weight, {ScalarType::BFloat16});
+    expect.dtype((std::string("packed ") + name).c_str(), weight, {ScalarType::BFloat16});
     expect.that(weight.is_contiguous(), "packed ", name, " expected a contiguous tensor");
   } else {
-    expect.unit_stride(name.c_str(), weight);
+    expect.unit_stride(name, weight);
   }
   return {weight.const_data_ptr(), weight.size(0) * (packed ? kPanel : 1),
           packed ? kPanel * 2 * size : weight.stride(0), packed};
 }
 
 // The half of a projection that multiplies the hidden state, or the embedding.
-inline Weight check_half(const Expect& expect, const std::string& name, const Tensor& weight,
+inline Weight check_half(const Expect& expect, const char* name, const Tensor& weight,
                          ScalarType dtype, int64_t size, bool second) {
   Weight half = check_projection(expect, name, weight, dtype, size);
   // Inputs are packed in pairs.

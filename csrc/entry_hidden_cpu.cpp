@@ -23,16 +23,17 @@ Tensor entry_hidden_cpu(Tensor hidden, std::vector<Tensor> hnorm_weights,
 
   std::vector<HiddenLayer> layers;
   for (size_t i = 0; i < proj_weights.size(); ++i) {
-    std::string at = "[";
-    at += std::to_string(i) + "]";
-    const Norm hnorm = check_norm(expect, "hnorm_weights" + at, hnorm_weights[i], "hnorm_eps",
+    std::string norm_name = "hnorm_weights[", proj_name = "proj_weights[";
+    norm_name += std::to_string(i) + "]";
+    proj_name += std::to_string(i) + "]";
+    const Norm hnorm = check_norm(expect, norm_name.c_str(), hnorm_weights[i], "hnorm_eps",
                                   hnorm_eps, gamma_offset, dtype, size);
     const Weight weight =
-        check_half(expect, "proj_weights" + at, proj_weights[i], dtype, size, !hidden_first);
+        check_half(expect, proj_name.c_str(), proj_weights[i], dtype, size, !hidden_first);
     layers.push_back({hnorm, weight, nullptr});
     const int64_t wanted = layers[0].weight.out_features;
-    expect.that(weight.out_features == wanted, "proj_weights", at, " expected H_out = ", wanted,
-                ", got ", weight.out_features);
+    expect.that(weight.out_features == wanted, proj_name, " expected H_out = ", wanted, ", got ",
+                weight.out_features);
   }
   const int64_t num_layers = static_cast<int64_t>(layers.size());
   const int64_t out_features = layers[0].weight.out_features;

@@ -1,4 +1,4 @@
-"""entry_hidden, entry_embed and entry_lookup: the cases they must not fail, on every implementation.
+"""entry_hidden, entry_embed, entry_lookup: the cases they must not fail, on each implementation.
 
 In a process with TRITON_INTERPRET=1 this file tests the Triton kernels, else the references and the
 CPU kernels; one of its tests starts such a process. The interpreter's bfloat16 dot is wrong, so
@@ -294,7 +294,13 @@ def test_a_row_alone_equals_the_row_in_a_batch(op: str, row: cases.EntryRow, isa
     call = implementation(isa, op)
     with cases.cpu_isa(isa):
         whole = call(**inputs)
-        for begin, end in [*((t, t + 1) for t in range(70)), (0, 2), (3, 6), (1, 18), (30, 69)]:
+        for begin, end in [
+            *((t, t + 1) for t in range(0, 70, 6)),
+            (0, 2),
+            (3, 6),
+            (1, 18),
+            (30, 69),
+        ]:
             part = call(**inputs | {k: x[begin:end] for k, x in per_row.items()})
             same(part, whole[..., begin:end, :])
 
@@ -325,8 +331,8 @@ def test_error_is_at_most_that_of_the_unfused_model(
 ) -> None:
     """Root mean square error against fp64, in terms of that of norms, cat and linear.
 
-    Split, it stays the same, as the result is rounded once. The table rounds half of the sum
-    beforehand, which adds a sixth to the squared error of the rounding steps, about three.
+    Split, it stays the same, as the result is rounded once. The table rounds half of the sum too,
+    which adds half to three squared errors, of two roundings in a norm and one of the result.
     """
     for seed in range(3):
         row = cases.EntryRow("", dtype, 64, 1024, 256, frozenset({"embeds"}))
@@ -346,15 +352,15 @@ def test_error_is_at_most_that_of_the_unfused_model(
         def rms(x: Tensor, want: Tensor = want) -> float:
             return float((x.double() - want).pow(2).mean().sqrt())
 
-        assert rms(got) <= 1.05 * rms(unfused)
-        assert rms(got) < rms(looked_up) <= 1.25 * rms(unfused)
+        assert rms(got) <= 1.02 * rms(unfused)
+        assert rms(got) < rms(looked_up) <= 1.1 * rms(unfused)
+
+
+WITH_TABLE = [row for row in rows_of("entry_embed") if "embeds" not in row.features]
 
 
 @not_interpreted
-@pytest.mark.parametrize(
-    "row", [row for row in rows_of("entry_embed") if "embeds" not in row.features],
-    ids=lambda row: row.id,
-)  # fmt: skip
+@pytest.mark.parametrize("row", WITH_TABLE, ids=lambda row: row.id)
 def test_a_table_row_is_what_entry_embed_adds(row: cases.EntryRow) -> None:
     """Bit for bit, whatever the chunks; and a lookup is entry_embed up to the table's rounding."""
     inputs = cases.entry_embed_inputs(row)
@@ -401,138 +407,130 @@ def gains(second: Tensor) -> dict[str, list[Tensor]]:
 PROJ = "expected shape [H_out, 64] or packed [H_out/16, 32, 16, 2], got"
 ONE_OF = "expected exactly one of input_ids and inputs_embeds, got"
 EMBEDS = {"input_ids": None, "embed_weight": None}
-PACKED = bf16(3, 32, 16, 2)
-LAYERS_OF = {"hidden": bf16(7, 31), "hnorm_weights": [bf16(31)]}
-BAD = [  # what is changed in a good call with T = 7, H = 32, H_out = 48, N = 3; the message
-    (
-        "entry_hidden",
-        {"hidden": torch.zeros(7, 32).double()},
-        "hidden expected dtype bfloat16 or float16 or float32, got float64",
-    ),
-    ("entry_hidden", {"hidden": bf16(32)}, "hidden expected shape [T, H >= 1], got [32]"),
-    ("entry_hidden", {"hidden": bf16(7, 0)}, "hidden expected shape [T, H >= 1], got [7, 0]"),
-    ("entry_hidden", {"hidden": bf16(32, 7).T}, "hidden expected last stride 1, got 7"),
-    ("entry_hidden", {"gamma_offset": 2}, "gamma_offset expected 0 or 1, got 2"),
-    (
-        "entry_hidden",
-        {"hnorm_weights": [], "proj_weights": []},
-        "proj_weights expected one per layer, got none",
-    ),
-    (
-        "entry_hidden",
-        {"hnorm_weights": [bf16(32)] * 2},
-        "hnorm_weights expected 3, one for each of proj_weights, got 2",
-    ),
-    ("entry_hidden", gains(bf16(33)), "hnorm_weights[1] expected shape [32], got [33]"),
-    (
-        "entry_hidden",
-        gains(torch.zeros(32)),
-        "hnorm_weights[1] expected dtype bfloat16, got float32",
-    ),
-    ("entry_hidden", {"hnorm_eps": -1.0}, "hnorm_eps expected a finite number >= 0, got -1"),
-    ("entry_hidden", projs(bf16(48, 32)), f"proj_weights[1] {PROJ} [48, 32]"),
-    ("entry_hidden", projs(bf16(3, 32, 2, 16)), f"proj_weights[1] {PROJ} [3, 32, 2, 16]"),
-    ("entry_hidden", projs(bf16(64, 48).T), "proj_weights[1] expected last stride 1, got 48"),
-    ("entry_hidden", projs(bf16(47, 64)), "proj_weights[1] expected H_out = 48, got 47"),
-    (
-        "entry_hidden",
-        LAYERS_OF | {"proj_weights": [bf16(3, 31, 16, 2)]},
-        "packed proj_weights[0] expected an even H, got 31",
-    ),
-    ("entry_embed", {"hidden_part": bf16(7, 48)}, "hidden_part expected dtype float32, got bfloat16"),
-    (
-        "entry_embed",
-        {"hidden_part": torch.zeros(3, 7, 48)},
-        "hidden_part expected shape [T, H_out], got [3, 7, 48]",
-    ),
-    (
-        "entry_embed",
-        {"hidden_part": torch.zeros(48, 7).T},
-        "hidden_part expected last stride 1, got 7",
-    ),
-    (
-        "entry_embed",
-        {"hidden_part": torch.zeros(7, 47)},
-        "hidden_part expected shape [7, 48], got [7, 47]",
-    ),
-    (
-        "entry_embed",
-        {"enorm_weight": int64(32)},
-        "enorm_weight expected dtype bfloat16 or float16 or float32, got int64",
-    ),
-    ("entry_embed", {"enorm_weight": bf16(1, 32)}, "enorm_weight expected shape [H >= 1], got [1, 32]"),
-    ("entry_embed", {"enorm_weight": bf16(64)[::2]}, "enorm_weight expected last stride 1, got 2"),
-    ("entry_embed", {"gamma_offset": -1}, "gamma_offset expected 0 or 1, got -1"),
-    ("entry_embed", {"proj_weight": bf16(48, 32)}, f"proj_weight {PROJ} [48, 32]"),
-    (
-        "entry_embed",
-        {"proj_weight": bf16(3, 16, 32, 2).transpose(1, 2)},
-        "packed proj_weight expected a contiguous tensor",
-    ),
-    ("entry_embed", {"proj_bias": bf16(47)}, "proj_bias expected shape [48], got [47]"),
-    ("entry_embed", {"inputs_embeds": bf16(7, 32)}, f"{ONE_OF} both"),
-    ("entry_embed", EMBEDS, f"{ONE_OF} neither"),
-    (
-        "entry_embed",
-        {"embed_weight": None},
-        "embed_weight expected a table for input_ids, got None",
-    ),
-    (
-        "entry_embed",
-        {"input_ids": None, "inputs_embeds": bf16(7, 32)},
-        "embed_weight expected None, got a table beside inputs_embeds",
-    ),
-    ("entry_embed", {"input_ids": int64(6)}, "input_ids expected shape [7], got [6]"),
-    ("entry_embed", {"input_ids": int64(14)[::2]}, "input_ids expected last stride 1, got 2"),
-    (
-        "entry_embed",
-        {"embed_weight": bf16(50, 31)},
-        "embed_weight expected shape [V >= 1, 32], got [50, 31]",
-    ),
-    (
-        "entry_embed",
-        EMBEDS | {"inputs_embeds": bf16(32)},
-        "inputs_embeds expected shape [7, 32], got [32]",
-    ),
-    ("entry_embed", {"embed_norm_weight": bf16(31)}, "embed_norm_weight expected shape [32], got [31]"),
-    ("entry_embed", {"enorm_eps": torch.nan}, "enorm_eps expected a finite number >= 0, got nan"),
-    ("entry_embed", {"embed_norm_eps": -1.0}, "embed_norm_eps expected a finite number >= 0, got -1"),
-    ("entry_embed", {"positions": int64(8)}, "positions expected shape [7], got [8]"),
-    (
-        "entry_embed",
-        {"zero_at_position_0": True},
-        "positions expected a tensor with zero_at_position_0, got None",
-    ),
-    ("entry_embed", {"vocab_start": -1}, "vocab_start expected a number >= 0, got -1"),
-    (
-        "entry_lookup",
-        {"hidden_part": torch.zeros(48)},
-        "hidden_part expected shape [T, H_out], got [48]",
-    ),
-    (
-        "entry_lookup",
-        {"projected": int64(50, 48)},
-        "projected expected dtype bfloat16 or float16 or float32, got int64",
-    ),
-    (
-        "entry_lookup",
-        {"projected": bf16(50, 47)},
-        "projected expected shape [V >= 1, 48], got [50, 47]",
-    ),
-    (
-        "entry_lookup",
-        {"projected": bf16(0, 48)},
-        "projected expected shape [V >= 1, 48], got [0, 48]",
-    ),
-    ("entry_lookup", {"projected": bf16(48, 50).T}, "projected expected last stride 1, got 50"),
-    ("entry_lookup", {"input_ids": torch.zeros(7)}, "input_ids expected dtype int32 or int64, got float32"),
-    ("entry_lookup", {"proj_bias": torch.zeros(48)}, "proj_bias expected dtype bfloat16, got float32"),
-    ("entry_lookup", {"positions": int64(7, 1)}, "positions expected shape [7], got [7, 1]"),
-    ("entry_lookup", {"vocab_start": -5}, "vocab_start expected a number >= 0, got -5"),
-]  # fmt: skip
+BAD = {  # what is changed in a good call with T = 7, H = 32, H_out = 48, N = 3; the message
+    "entry_hidden": [
+        (
+            {"hidden": torch.zeros(7, 32).double()},
+            "hidden expected dtype bfloat16 or float16 or float32, got float64",
+        ),
+        ({"hidden": bf16(32)}, "hidden expected shape [T, H >= 1], got [32]"),
+        ({"hidden": bf16(7, 0)}, "hidden expected shape [T, H >= 1], got [7, 0]"),
+        ({"hidden": bf16(32, 7).T}, "hidden expected last stride 1, got 7"),
+        ({"gamma_offset": 2}, "gamma_offset expected 0 or 1, got 2"),
+        (
+            {"hnorm_weights": [], "proj_weights": []},
+            "proj_weights expected one per layer, got none",
+        ),
+        (
+            {"hnorm_weights": [bf16(32)] * 2},
+            "hnorm_weights expected 3, one for each of proj_weights, got 2",
+        ),
+        (gains(bf16(33)), "hnorm_weights[1] expected shape [32], got [33]"),
+        (
+            gains(torch.zeros(32)),
+            "hnorm_weights[1] expected dtype bfloat16, got float32",
+        ),
+        ({"hnorm_eps": -1.0}, "hnorm_eps expected a finite number >= 0, got -1"),
+        (projs(bf16(48, 32)), f"proj_weights[1] {PROJ} [48, 32]"),
+        (projs(bf16(3, 32, 2, 16)), f"proj_weights[1] {PROJ} [3, 32, 2, 16]"),
+        (projs(bf16(64, 48).T), "proj_weights[1] expected last stride 1, got 48"),
+        (projs(bf16(47, 64)), "proj_weights[1] expected H_out = 48, got 47"),
+        (
+            {
+                "hidden": bf16(7, 31),
+                "hnorm_weights": [bf16(31)],
+                "proj_weights": [bf16(3, 31, 16, 2)],
+            },
+            "packed proj_weights[0] expected an even H, got 31",
+        ),
+    ],
+    "entry_embed": [
+        ({"hidden_part": bf16(7, 48)}, "hidden_part expected dtype float32, got bfloat16"),
+        (
+            {"hidden_part": torch.zeros(3, 7, 48)},
+            "hidden_part expected shape [T, H_out], got [3, 7, 48]",
+        ),
+        (
+            {"hidden_part": torch.zeros(48, 7).T},
+            "hidden_part expected last stride 1, got 7",
+        ),
+        (
+            {"hidden_part": torch.zeros(7, 47)},
+            "hidden_part expected shape [7, 48], got [7, 47]",
+        ),
+        (
+            {"enorm_weight": int64(32)},
+            "enorm_weight expected dtype bfloat16 or float16 or float32, got int64",
+        ),
+        ({"enorm_weight": bf16(1, 32)}, "enorm_weight expected shape [H >= 1], got [1, 32]"),
+        ({"enorm_weight": bf16(64)[::2]}, "enorm_weight expected last stride 1, got 2"),
+        ({"gamma_offset": -1}, "gamma_offset expected 0 or 1, got -1"),
+        ({"proj_weight": bf16(48, 32)}, f"proj_weight {PROJ} [48, 32]"),
+        (
+            {"proj_weight": bf16(3, 16, 32, 2).transpose(1, 2)},
+            "packed proj_weight expected a contiguous tensor",
+        ),
+        ({"proj_bias": bf16(47)}, "proj_bias expected shape [48], got [47]"),
+        ({"inputs_embeds": bf16(7, 32)}, f"{ONE_OF} both"),
+        (EMBEDS, f"{ONE_OF} neither"),
+        (
+            {"embed_weight": None},
+            "embed_weight expected a table for input_ids, got None",
+        ),
+        (
+            {"input_ids": None, "inputs_embeds": bf16(7, 32)},
+            "embed_weight expected None, got a table beside inputs_embeds",
+        ),
+        ({"input_ids": int64(6)}, "input_ids expected shape [7], got [6]"),
+        ({"input_ids": int64(14)[::2]}, "input_ids expected last stride 1, got 2"),
+        (
+            {"embed_weight": bf16(50, 31)},
+            "embed_weight expected shape [V >= 1, 32], got [50, 31]",
+        ),
+        (
+            EMBEDS | {"inputs_embeds": bf16(32)},
+            "inputs_embeds expected shape [7, 32], got [32]",
+        ),
+        ({"embed_norm_weight": bf16(31)}, "embed_norm_weight expected shape [32], got [31]"),
+        ({"enorm_eps": torch.nan}, "enorm_eps expected a finite number >= 0, got nan"),
+        ({"embed_norm_eps": -1.0}, "embed_norm_eps expected a finite number >= 0, got -1"),
+        ({"positions": int64(8)}, "positions expected shape [7], got [8]"),
+        (
+            {"zero_at_position_0": True},
+            "positions expected a tensor with zero_at_position_0, got None",
+        ),
+        ({"vocab_start": -1}, "vocab_start expected a number >= 0, got -1"),
+    ],
+    "entry_lookup": [
+        (
+            {"hidden_part": torch.zeros(48)},
+            "hidden_part expected shape [T, H_out], got [48]",
+        ),
+        (
+            {"projected": int64(50, 48)},
+            "projected expected dtype bfloat16 or float16 or float32, got int64",
+        ),
+        (
+            {"projected": bf16(50, 47)},
+            "projected expected shape [V >= 1, 48], got [50, 47]",
+        ),
+        (
+            {"projected": bf16(0, 48)},
+            "projected expected shape [V >= 1, 48], got [0, 48]",
+        ),
+        ({"projected": bf16(48, 50).T}, "projected expected last stride 1, got 50"),
+        ({"input_ids": torch.zeros(7)}, "input_ids expected dtype int32 or int64, got float32"),
+        ({"proj_bias": torch.zeros(48)}, "proj_bias expected dtype bfloat16, got float32"),
+        ({"positions": int64(7, 1)}, "positions expected shape [7], got [7, 1]"),
+        ({"vocab_start": -5}, "vocab_start expected a number >= 0, got -5"),
+    ],
+}
 
 
-@pytest.mark.parametrize("op, change, message", BAD, ids=[f"{op}-{m}" for op, _, m in BAD])
+@pytest.mark.parametrize(
+    "op, change, message",
+    [pytest.param(op, *row, id=f"{op}-{row[1]}") for op, rows in BAD.items() for row in rows],
+)
 @pytest.mark.parametrize("path", ["triton"] if INTERPRETED else ["cpu", "reference"])
 def test_bad_input_is_named(path: str, op: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(RuntimeError) as error:

@@ -70,7 +70,7 @@ def apply_norm(x, scale, gain, dtype: tl.constexpr, CENTERED: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def project_kernel(
     normed,
     weights,
@@ -135,13 +135,15 @@ def project(
         num_tokens,
         size,
         out_features,
+        enable_fp_fusion=False,
         **config,
     )
 
 
-def row_config(size: int) -> dict[str, int]:
+def row_config(size: int) -> dict[str, Any]:
     """Of a kernel with a program per row."""
-    return {"BLOCK": min(triton.next_power_of_2(size), 4096), "num_warps": 8}
+    block = min(triton.next_power_of_2(size), 4096)
+    return {"BLOCK": block, "num_warps": 8, "enable_fp_fusion": False}
 
 
 # Fixed, no autotuning on the serving path. Memory is the limit up to 16 tokens: with 32 outputs a

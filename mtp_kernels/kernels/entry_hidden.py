@@ -12,7 +12,7 @@ from mtp_kernels.kernels.entry import apply_norm, norm_scale, project, row_confi
 from mtp_kernels.ops import entry_hidden as definition
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def entry_hidden_norm_kernel(
     hidden,
     hidden_stride,

@@ -57,6 +57,7 @@ def entry_embed(
     return out.to(enorm_weight.dtype)
 
 
+@torch.no_grad()
 def project_embeddings(
     embed_weight: Tensor,
     enorm_weight: Tensor,

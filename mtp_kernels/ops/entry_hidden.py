@@ -35,13 +35,15 @@ def entry_hidden(
     gamma_offset: 0, or 1 for zero-centred gains (gain = 1 + weight).
     hidden_first: the hidden half are the first H inputs of a projection, not the last.
 
-    Returns [N, T, H_out] float32, a fresh tensor: 4 N T H_out bytes. T = 0 is allowed. Each [T,
-    H_out] of it is a hidden_part of `entry_embed` and `entry_lookup`.
+    Returns [N, T, H_out] float32, a fresh tensor: 4 N T H_out bytes, and about as much memory for
+    the normed activations while it runs. T = 0 is allowed. `out[i]` is the hidden_part of layer i
+    for `entry_embed` and `entry_lookup`.
 
-    A row's mean square is computed once. Numerics are those of `entry`, except that products of the
-    two halves are summed apart, and the sums are then added; so the layer's input differs by fp32
-    rounding before it is rounded once, as there. On CPU a row's result does not depend on the other
-    rows, the other layers nor the number of threads, bit for bit. There is no gradient formula.
+    A row's mean square is computed once for all layers. Norms are rounded as in `entry`, and the
+    products summed in fp32. Where `entry` sums those of both halves in one go, here each half is
+    summed on its own and the sums are added: another order, of fp32 rounding, before the one
+    rounding to the model dtype. On CPU a row's result does not depend on the other rows, the other
+    layers nor the number of threads, bit for bit. There is no gradient formula.
     """
     _check(**locals())
     parts = [
