@@ -13,11 +13,11 @@ struct Projection {
   DType dtype;
   const void* normed;  // [rows, inputs], padded and laid out as csrc/dot.h wants them
   Weight weight;
-  const float* hidden_part;  // or nullptr
-  int64_t hidden_part_stride;
-  const void* bias;  // or nullptr
-  void* out;         // [rows, out_features]
-  bool out_is_fp32;  // else of the model dtype
+  const float* hidden_part = nullptr;
+  int64_t hidden_part_stride = 0;
+  const void* bias = nullptr;
+  void* out;                 // [rows, out_features]
+  bool out_is_fp32 = false;  // else of the model dtype
 };
 
 // Of entry_hidden.

@@ -33,13 +33,13 @@ inline void project(const Projection* projections, int64_t count) {
   const Projection& p = projections[0];
   const int64_t panels = (p.weight.out_features + kPanel - 1) / kPanel;
   const int64_t panel_work = kPanel * p.inputs * std::min<int64_t>(p.rows, 16);
-  torch::stable::parallel_for(0, count * panels, std::max<int64_t>(1, (1 << 18) / panel_work),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t i = begin / panels; i * panels < end; ++i)
-                                  entry_cpu_kernels().project_panels(
-                                      projections[i], std::max<int64_t>(0, begin - i * panels),
-                                      std::min(panels, end - i * panels));
-                              });
+  const auto some = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin / panels; i * panels < end; ++i)
+      entry_cpu_kernels().project_panels(projections[i], std::max<int64_t>(0, begin - i * panels),
+                                         std::min(panels, end - i * panels));
+  };
+  const int64_t grain = std::max<int64_t>(1, (1 << 18) / panel_work);
+  torch::stable::parallel_for(0, count * panels, grain, some);
 }
 
 // entry and entry_embed. `out`: [T, H_out], or [H_out] of the only row.
@@ -51,16 +51,15 @@ inline void norm_and_project(EntryParams p, const Tensor& out) {
   torch::stable::parallel_for(0, p.rows, row_grain(inputs), [&](int64_t begin, int64_t end) {
     entry_cpu_kernels().norm_rows(p, begin, end);
   });
-  const Projection projection{p.rows,
-                              inputs,
-                              p.dtype,
-                              p.normed,
-                              p.proj,
-                              p.hidden_part,
-                              p.hidden_part_stride,
-                              p.proj_bias,
-                              out.mutable_data_ptr(),
-                              false};
+  const Projection projection{.rows = p.rows,
+                              .inputs = inputs,
+                              .dtype = p.dtype,
+                              .normed = p.normed,
+                              .weight = p.proj,
+                              .hidden_part = p.hidden_part,
+                              .hidden_part_stride = p.hidden_part_stride,
+                              .bias = p.proj_bias,
+                              .out = out.mutable_data_ptr()};
   project(&projection, 1);
 }
 

@@ -47,8 +47,13 @@ Tensor entry_hidden_cpu(Tensor hidden, std::vector<Tensor> hnorm_weights,
   for (int64_t i = 0; i < num_layers; ++i) {
     layers[i].normed = torch::stable::select(normed, 0, i).mutable_data_ptr();
     void* part = static_cast<float*>(out.mutable_data_ptr()) + i * rows * out_features;
-    projections.push_back(
-        {rows, size, kind, layers[i].normed, layers[i].weight, nullptr, 0, nullptr, part, true});
+    projections.push_back({.rows = rows,
+                           .inputs = size,
+                           .dtype = kind,
+                           .normed = layers[i].normed,
+                           .weight = layers[i].weight,
+                           .out = part,
+                           .out_is_fp32 = true});
   }
   const EntryHiddenParams p{
       rows, size, kind, hidden.const_data_ptr(), hidden.stride(0), layers.data(), num_layers};
