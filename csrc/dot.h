@@ -217,12 +217,12 @@ void dot_panel_tile(const Bf16* w, int64_t panel_stride, Ahead<Bf16> ahead, cons
   each_sum([](float* at, Vec& sum) { store(at, sum); });
 }
 
-// out[t][i] = x[t] . row i of the panels, for `rows` activation rows and `count` panels.
+// out[t][i] = x[t] . row i of the panels, for `rows` activation rows and `count` panels; n is even,
+// and less than a panel has where only some of its inputs count.
 template <typename X>
-void dot_panels(const Bf16* panels, int64_t count, const X* x, int64_t rows, int64_t n, float* out,
-                int64_t out_stride) {
+void dot_panels(const Bf16* panels, int64_t panel_stride, int64_t count, const X* x, int64_t rows,
+                int64_t n, float* out, int64_t out_stride) {
   const int64_t inputs = padded_inputs(n);
-  const int64_t panel_stride = kPanel * n;
   // Panels are long streams, which the processor fetches ahead by itself, unless a block of them is
   // used again, by further tiles of rows.
   const bool once = rows <= kTileRows;

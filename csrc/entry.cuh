@@ -18,9 +18,9 @@ __device__ inline void from_float(float x, float& to) { to = x; }
 __device__ inline void from_float(float x, __half& to) { to = __float2half_rn(x); }
 __device__ inline void from_float(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
 
-__device__ inline int64_t integer_at(const void* values, bool are_int64, int64_t i) {
-  return are_int64 ? static_cast<const int64_t*>(values)[i]
-                   : static_cast<const int32_t*>(values)[i];
+__device__ inline int64_t integer_at(const IntArray& values, int64_t i) {
+  return values.are_int64 ? static_cast<const int64_t*>(values.data)[i]
+                          : static_cast<const int32_t*>(values.data)[i];
 }
 
 // Sum over the block, the same value in every thread. `partial` holds one float per warp.
@@ -36,19 +36,18 @@ __device__ inline float block_sum(float x, float* partial) {
 
 // to = rmsnorm(from), where from == to is allowed: a thread reads and writes its own elements.
 template <typename T>
-__device__ void rms_norm(const T* from, const T* weight, float eps, bool zero_centered, int64_t n,
-                         T* to, float* partial) {
+__device__ void rms_norm(const T* from, const Norm& norm, int64_t n, T* to, float* partial) {
   float squares = 0;
   for (int64_t i = threadIdx.x; i < n; i += kEntryThreads) {
     const float x = to_float(from[i]);
     squares += x * x;
   }
-  const float mean = block_sum(squares, partial) / static_cast<float>(n) + eps;
+  const float mean = block_sum(squares, partial) / static_cast<float>(n) + norm.eps;
   const float scale = mean == 0 ? 0.0f : rsqrtf(mean);
   for (int64_t i = threadIdx.x; i < n; i += kEntryThreads) {
-    const float gain = to_float(weight[i]);
+    const float gain = to_float(static_cast<const T*>(norm.weight)[i]);
     float x = to_float(from[i]) * scale;
-    if (zero_centered) {
+    if (norm.zero_centered) {
       x *= 1.0f + gain;
     } else {
       T cast;
@@ -69,28 +68,26 @@ __global__ void __launch_bounds__(kEntryThreads) entry_norm_kernel(EntryParams p
   T* embed_half = row + (p.hidden_first ? n : 0);
   T* hidden_half = row + (p.hidden_first ? 0 : n);
 
+  const Lookup& lookup = p.embedding.lookup;
   int64_t source = t;
-  bool zero_embedding = p.positions && integer_at(p.positions, p.positions_are_int64, t) == 0;
-  if (p.ids) {
-    const int64_t id = integer_at(p.ids, p.ids_are_int64, t);
-    zero_embedding = zero_embedding || id < p.vocab_start || id - p.vocab_start >= p.vocab_rows;
-    source = id - p.vocab_start;
+  bool zero_embedding = lookup.positions.data && integer_at(lookup.positions, t) == 0;
+  if (lookup.ids.data) {
+    const int64_t id = integer_at(lookup.ids, t);
+    zero_embedding =
+        zero_embedding || id < lookup.vocab_start || id - lookup.vocab_start >= lookup.vocab_rows;
+    source = id - lookup.vocab_start;
   }
   if (zero_embedding) {
     for (int64_t i = threadIdx.x; i < n; i += kEntryThreads) from_float(0.0f, embed_half[i]);
   } else {
-    const T* embed = static_cast<const T*>(p.embeds) + source * p.embeds_stride;
-    if (p.embed_norm_weight) {
-      rms_norm(embed, static_cast<const T*>(p.embed_norm_weight), p.embed_norm_eps, p.zero_centered,
-               n, embed_half, partial);
+    const T* embed = static_cast<const T*>(lookup.table) + source * lookup.stride;
+    if (p.embedding.embed_norm.weight) {
+      rms_norm(embed, p.embedding.embed_norm, n, embed_half, partial);
       embed = embed_half;
     }
-    rms_norm(embed, static_cast<const T*>(p.enorm_weight), p.enorm_eps, p.zero_centered, n,
-             embed_half, partial);
+    rms_norm(embed, p.embedding.enorm, n, embed_half, partial);
   }
-  rms_norm(static_cast<const T*>(p.hidden) + t * p.hidden_stride,
-           static_cast<const T*>(p.hnorm_weight), p.hnorm_eps, p.zero_centered, n, hidden_half,
-           partial);
+  rms_norm(static_cast<const T*>(p.hidden) + t * p.hidden_stride, p.hnorm, n, hidden_half, partial);
 }
 
 }  // namespace mtp

@@ -1,4 +1,4 @@
-// Parameters of the entry op, shared by its CPU and CUDA kernels. No torch header here: the
+// Parameters of the entry ops, shared by their CPU and CUDA kernels. No torch header here: the
 // per-instruction-set objects and the device code include it.
 #pragma once
 
@@ -6,36 +6,51 @@
 
 namespace mtp {
 
+struct Norm {
+  const void* weight;  // [H], nullptr: no norm
+  float eps;
+  bool zero_centered;  // gains are 1 + weight
+};
+
+// The row of a table that belongs to each token, or zeros.
+struct Lookup {
+  const void* table;
+  int64_t stride;
+  IntArray ids;         // [T], no data: row t uses row t of the table
+  int64_t vocab_start;  // the table holds ids [vocab_start, vocab_start + vocab_rows)
+  int64_t vocab_rows;
+  IntArray positions;  // [T], no data unless rows at position 0 get a zero embedding
+};
+
+struct Embedding {
+  Lookup lookup;
+  Norm embed_norm, enorm;
+};
+
+// A projection, or the half of one that multiplies one of the two activations.
+struct Weight {
+  const void* data;  // [H_out, inputs], or packed [H_out/16, inputs/2, 16, 2]
+  int64_t out_features;
+  int64_t stride;  // between rows, or between panels
+  bool packed;
+};
+
+// Of entry, and of entry_embed: there without a hidden state, but with its part of the output.
 struct EntryParams {
-  int64_t rows;          // T
-  int64_t hidden_size;   // H
-  int64_t out_features;  // H_out
+  int64_t rows;         // T
+  int64_t hidden_size;  // H
   DType dtype;
 
-  const void* hidden;  // [T, H]
+  Embedding embedding;
+  const void* hidden;  // [T, H] or nullptr
   int64_t hidden_stride;
-  const void* embeds;  // [V, H] with ids, else [T, H]
-  int64_t embeds_stride;
-  const void* ids;  // [T], nullptr: row t uses embeds[t]
-  bool ids_are_int64;
-  int64_t vocab_start;  // embeds holds ids [vocab_start, vocab_start + vocab_rows)
-  int64_t vocab_rows;
-  const void* positions;  // [T], nullptr unless rows at position 0 get a zero embedding
-  bool positions_are_int64;
-
-  const void* enorm_weight;       // [H]
-  const void* hnorm_weight;       // [H]
-  const void* embed_norm_weight;  // [H] or nullptr
-  float enorm_eps;
-  float hnorm_eps;
-  float embed_norm_eps;
-  bool zero_centered;  // gains are 1 + weight
+  Norm hnorm;
   bool hidden_first;
 
-  const void* proj_weight;  // [H_out, 2H], or packed [H_out/16, H, 16, 2]
-  int64_t proj_stride;
-  bool packed;
-  const void* proj_bias;  // [H_out] or nullptr
+  Weight proj;
+  const void* proj_bias;     // [H_out] or nullptr
+  const float* hidden_part;  // [T, H_out] or nullptr
+  int64_t hidden_part_stride;
 
   void* normed;  // [T, normed_stride] workspace
   int64_t normed_stride;

@@ -1,16 +1,29 @@
-// The two stages of entry on CPU. Compiled once per instruction set, with MTP_ISA naming it.
+// What the entry ops do on CPU. Compiled once per instruction set, with MTP_ISA naming it.
 #include "dot.h"
 #include "entry_cpu.h"
 
 namespace mtp {
 namespace {
 
-int64_t integer_at(const void* values, bool are_int64, int64_t i) {
-  return are_int64 ? static_cast<const int64_t*>(values)[i]
-                   : static_cast<const int32_t*>(values)[i];
+int64_t integer_at(const IntArray& values, int64_t i) {
+  return values.are_int64 ? static_cast<const int64_t*>(values.data)[i]
+                          : static_cast<const int32_t*>(values.data)[i];
 }
 
-// Stage 1: both norms of one row.
+// The row of token t, nullptr where its embedding is zero.
+template <typename T>
+const T* find_row(const Lookup& lookup, int64_t t) {
+  if (lookup.positions.data && integer_at(lookup.positions, t) == 0) return nullptr;
+  int64_t row = t;
+  if (lookup.ids.data) {
+    const int64_t id = integer_at(lookup.ids, t);
+    if (id < lookup.vocab_start || id - lookup.vocab_start >= lookup.vocab_rows) return nullptr;
+    row = id - lookup.vocab_start;
+  }
+  return static_cast<const T*>(lookup.table) + row * lookup.stride;
+}
+
+// Stage 1: the norms of one row.
 
 template <typename T>
 float rounded(float x) {
@@ -19,10 +32,9 @@ float rounded(float x) {
   return to_float(y);
 }
 
-// to = rmsnorm(from) rounded to T, as fp32. An all-zero row stays zero, also with eps 0.
-template <typename T, typename From>
-void rms_norm(const From* from, const T* weight, float eps, bool zero_centered, int64_t n,
-              float* to) {
+// 1 / sqrt(mean square). Zero for an all-zero row, which stays zero also with eps 0.
+template <typename From>
+float norm_scale(const From* from, float eps, int64_t n) {
   Vec squares = zero();
   int64_t i = 0;
   for (; i + Vec::kLanes <= n; i += Vec::kLanes) {
@@ -32,48 +44,73 @@ void rms_norm(const From* from, const T* weight, float eps, bool zero_centered, 
   float total = sum(squares);
   for (; i < n; ++i) total += to_float(from[i]) * to_float(from[i]);
   const float mean = total / static_cast<float>(n) + eps;
-  const float scale = mean == 0 ? 0.0f : 1.0f / __builtin_sqrtf(mean);
-  for (i = 0; i < n; ++i) {
+  return mean == 0 ? 0.0f : 1.0f / __builtin_sqrtf(mean);
+}
+
+// to = from scaled and times the gain, rounded to T, as fp32.
+template <typename T, typename From>
+void apply_norm(const From* from, float scale, const Norm& norm, int64_t n, float* to) {
+  const T* weight = static_cast<const T*>(norm.weight);
+  for (int64_t i = 0; i < n; ++i) {
     const float x = to_float(from[i]) * scale;
     // Where the unfused model rounds: RMSNorm casts back before the gain, the zero-centred (Gemma)
     // form after it.
-    to[i] = zero_centered ? rounded<T>(x * (1.0f + to_float(weight[i])))
-                          : rounded<T>(rounded<T>(x) * to_float(weight[i]));
+    to[i] = norm.zero_centered ? rounded<T>(x * (1.0f + to_float(weight[i])))
+                               : rounded<T>(rounded<T>(x) * to_float(weight[i]));
   }
+}
+
+template <typename T, typename From>
+void rms_norm(const From* from, const Norm& norm, int64_t n, float* to) {
+  apply_norm<T>(from, norm_scale(from, norm.eps, n), norm, n, to);
+}
+
+template <typename T>
+void norm_embedding(const Embedding& embedding, int64_t t, int64_t n, float* to) {
+  const T* row = find_row<T>(embedding.lookup, t);
+  if (!row) {
+    for (int64_t i = 0; i < n; ++i) to[i] = 0;
+  } else if (embedding.embed_norm.weight) {
+    rms_norm<T>(row, embedding.embed_norm, n, to);
+    rms_norm<T>(to, embedding.enorm, n, to);
+  } else {
+    rms_norm<T>(row, embedding.enorm, n, to);
+  }
+}
+
+// Inputs that a projection multiplies at a time.
+template <typename T, typename X>
+int64_t input_step(const Weight& weight) {
+  return weight.packed ? 2 : Dot<T, X>::kStep;
 }
 
 template <typename T, typename X>
 void norm_rows(const EntryParams& p, int64_t begin, int64_t end) {
-  const int64_t n = p.hidden_size;
-  const int64_t step = p.packed ? 2 : Dot<T, X>::kStep;
-  float* row = new float[2 * n];
-  float* embed_half = row + (p.hidden_first ? n : 0);
+  const int64_t n = p.hidden_size, inputs = p.hidden ? 2 * n : n;
+  float* row = new float[inputs];
+  float* embed_half = row + (p.hidden && p.hidden_first ? n : 0);
   float* hidden_half = row + (p.hidden_first ? 0 : n);
   for (int64_t t = begin; t < end; ++t) {
-    int64_t source = t;
-    bool zero_embedding = p.positions && integer_at(p.positions, p.positions_are_int64, t) == 0;
-    if (p.ids) {
-      const int64_t id = integer_at(p.ids, p.ids_are_int64, t);
-      const bool known = id >= p.vocab_start && id - p.vocab_start < p.vocab_rows;
-      zero_embedding = zero_embedding || !known;
-      source = id - p.vocab_start;
+    norm_embedding<T>(p.embedding, t, n, embed_half);
+    if (p.hidden)
+      rms_norm<T>(static_cast<const T*>(p.hidden) + t * p.hidden_stride, p.hnorm, n, hidden_half);
+    put_row(row, inputs, t, p.rows, input_step<T, X>(p.proj), static_cast<X*>(p.normed));
+  }
+  delete[] row;
+}
+
+template <typename T, typename X>
+void norm_hidden(const EntryHiddenParams& p, int64_t begin, int64_t end) {
+  const int64_t n = p.hidden_size;
+  float* row = new float[n];
+  for (int64_t t = begin; t < end; ++t) {
+    const T* from = static_cast<const T*>(p.hidden) + t * p.hidden_stride;
+    const float scale = norm_scale(from, p.layers[0].hnorm.eps, n);
+    for (int64_t i = 0; i < p.num_layers; ++i) {
+      const HiddenLayer& layer = p.layers[i];
+      apply_norm<T>(from, scale, layer.hnorm, n, row);
+      put_row(row, n, t, p.rows, input_step<T, X>(layer.weight), static_cast<X*>(layer.normed));
     }
-    if (zero_embedding) {
-      for (int64_t i = 0; i < n; ++i) embed_half[i] = 0;
-    } else {
-      const T* embed = static_cast<const T*>(p.embeds) + source * p.embeds_stride;
-      const T* enorm = static_cast<const T*>(p.enorm_weight);
-      if (p.embed_norm_weight) {
-        rms_norm(embed, static_cast<const T*>(p.embed_norm_weight), p.embed_norm_eps,
-                 p.zero_centered, n, embed_half);
-        rms_norm(embed_half, enorm, p.enorm_eps, p.zero_centered, n, embed_half);
-      } else {
-        rms_norm(embed, enorm, p.enorm_eps, p.zero_centered, n, embed_half);
-      }
-    }
-    rms_norm(static_cast<const T*>(p.hidden) + t * p.hidden_stride,
-             static_cast<const T*>(p.hnorm_weight), p.hnorm_eps, p.zero_centered, n, hidden_half);
-    put_row(row, 2 * n, t, p.rows, step, static_cast<X*>(p.normed));
   }
   delete[] row;
 }
@@ -81,12 +118,10 @@ void norm_rows(const EntryParams& p, int64_t begin, int64_t end) {
 // Stage 2: the projection.
 
 template <typename T, typename X>
-void project_panels(const EntryParams& p, int64_t begin, int64_t end) {
-  const int64_t inputs = 2 * p.hidden_size;
+void project_panels(const Projection& p, int64_t begin, int64_t end) {
   const X* x = static_cast<const X*>(p.normed);
-  const T* w = static_cast<const T*>(p.proj_weight);
-  const T* bias = static_cast<const T*>(p.proj_bias);
-  T* out = static_cast<T*>(p.out);
+  const T* w = static_cast<const T*>(p.weight.data);
+  const T* bias = static_cast<const T*>(p.bias);
   // Outputs done together: their fp32 sums should stay in the cache.
   constexpr int64_t kGroupPanels = 6;
   constexpr int64_t kSumsStride = kGroupPanels * kPanel;
@@ -95,20 +130,47 @@ void project_panels(const EntryParams& p, int64_t begin, int64_t end) {
   for (int64_t panel = begin; panel < end; panel += kGroupPanels) {
     const int64_t panels = min(kGroupPanels, end - panel);
     const int64_t col0 = panel * kPanel;
-    const int64_t cols = min(panels * kPanel, p.out_features - col0);
+    const int64_t cols = min(panels * kPanel, p.weight.out_features - col0);
     if constexpr (kIsBf16<T>) {
-      if (p.packed) dot_panels(w + col0 * inputs, panels, x, p.rows, inputs, sums, kSumsStride);
+      if (p.weight.packed)
+        dot_panels(w + panel * p.weight.stride, p.weight.stride, panels, x, p.rows, p.inputs, sums,
+                   kSumsStride);
     }
-    for (int64_t r = 0; r < p.rows && !p.packed; r += kChunkRows)
-      dot_rows(w + col0 * p.proj_stride, p.proj_stride, cols, x + r * padded_inputs(inputs),
-               min(kChunkRows, p.rows - r), inputs, sums + r * kSumsStride, kSumsStride);
-    for (int64_t r = 0; r < p.rows; ++r)
-      for (int64_t c = 0; c < cols; ++c) {
-        const float value = sums[r * kSumsStride + c] + (bias ? to_float(bias[col0 + c]) : 0.0f);
-        from_float(value, out[r * p.out_features + col0 + c]);
-      }
+    for (int64_t r = 0; r < p.rows && !p.weight.packed; r += kChunkRows)
+      dot_rows(w + col0 * p.weight.stride, p.weight.stride, cols, x + r * padded_inputs(p.inputs),
+               min(kChunkRows, p.rows - r), p.inputs, sums + r * kSumsStride, kSumsStride);
+    const auto finish = [&](auto* out) {
+      for (int64_t r = 0; r < p.rows; ++r)
+        for (int64_t c = 0; c < cols; ++c) {
+          float value = sums[r * kSumsStride + c];
+          if (p.hidden_part) value += p.hidden_part[r * p.hidden_part_stride + col0 + c];
+          value += bias ? to_float(bias[col0 + c]) : 0.0f;
+          from_float(value, out[r * p.weight.out_features + col0 + c]);
+        }
+    };
+    if (p.out_is_fp32) {
+      finish(static_cast<float*>(p.out));
+    } else {
+      finish(static_cast<T*>(p.out));
+    }
   }
   delete[] sums;
+}
+
+// Instead of both stages: embeddings that are projected already.
+
+template <typename T>
+void look_up(const EntryLookupParams& p, int64_t begin, int64_t end) {
+  const T* bias = static_cast<const T*>(p.bias);
+  for (int64_t t = begin; t < end; ++t) {
+    const T* row = find_row<T>(p.lookup, t);
+    T* out = static_cast<T*>(p.out) + t * p.out_features;
+    for (int64_t i = 0; i < p.out_features; ++i) {
+      const float embed_part = row ? to_float(row[i]) : 0.0f;
+      const float value = p.hidden_part[t * p.hidden_part_stride + i] + embed_part;
+      from_float(value + (bias ? to_float(bias[i]) : 0.0f), out[i]);
+    }
+  }
 }
 
 #if defined(__AVX512BF16__)
@@ -119,32 +181,40 @@ using Bf16Normed = float;
 
 bool normed_is_bf16(DType dtype) { return kDotBf16 && dtype == DType::bf16; }
 
-void norm_rows_any(const EntryParams& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
+// f<T, X>() for the model dtype T and what its normed activations are multiplied as.
+template <typename F>
+void for_dtype(DType dtype, const F& f) {
+  switch (dtype) {
     case DType::bf16:
-      return norm_rows<Bf16, Bf16Normed>(p, begin, end);
+      return f.template operator()<Bf16, Bf16Normed>();
     case DType::fp16:
-      return norm_rows<Half, float>(p, begin, end);
+      return f.template operator()<Half, float>();
     case DType::fp32:
-      return norm_rows<float, float>(p, begin, end);
+      return f.template operator()<float, float>();
   }
 }
 
-void project_panels_any(const EntryParams& p, int64_t begin, int64_t end) {
-  switch (p.dtype) {
-    case DType::bf16:
-      return project_panels<Bf16, Bf16Normed>(p, begin, end);
-    case DType::fp16:
-      return project_panels<Half, float>(p, begin, end);
-    case DType::fp32:
-      return project_panels<float, float>(p, begin, end);
-  }
+void norm_rows_any(const EntryParams& p, int64_t begin, int64_t end) {
+  for_dtype(p.dtype, [&]<typename T, typename X>() { norm_rows<T, X>(p, begin, end); });
+}
+
+void norm_hidden_any(const EntryHiddenParams& p, int64_t begin, int64_t end) {
+  for_dtype(p.dtype, [&]<typename T, typename X>() { norm_hidden<T, X>(p, begin, end); });
+}
+
+void project_panels_any(const Projection& p, int64_t begin, int64_t end) {
+  for_dtype(p.dtype, [&]<typename T, typename X>() { project_panels<T, X>(p, begin, end); });
+}
+
+void look_up_any(const EntryLookupParams& p, int64_t begin, int64_t end) {
+  for_dtype(p.dtype, [&]<typename T, typename X>() { look_up<T>(p, begin, end); });
 }
 
 }  // namespace
 
 #define MTP_JOIN(a, b) a##b
 #define MTP_NAME(isa) MTP_JOIN(entry_cpu_, isa)
-const EntryCpuKernels MTP_NAME(MTP_ISA) = {norm_rows_any, project_panels_any, normed_is_bf16};
+const EntryCpuKernels MTP_NAME(MTP_ISA) = {norm_rows_any, norm_hidden_any, project_panels_any,
+                                           look_up_any, normed_is_bf16};
 
 }  // namespace mtp

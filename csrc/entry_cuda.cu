@@ -24,13 +24,24 @@ Tensor entry_cuda(Tensor hidden, Tensor enorm_weight, Tensor hnorm_weight, Tenso
                   OptionalTensor embed_norm_weight, double enorm_eps, double hnorm_eps,
                   double embed_norm_eps, int64_t gamma_offset, bool hidden_first,
                   bool zero_at_position_0, int64_t vocab_start, bool strict_ids) {
-  EntryParams p = check_entry({hidden, enorm_weight, hnorm_weight, proj_weight, input_ids,
-                               embed_weight, inputs_embeds, proj_bias, positions, embed_norm_weight,
-                               enorm_eps, hnorm_eps, embed_norm_eps, gamma_offset, hidden_first,
-                               zero_at_position_0, vocab_start, strict_ids});
+  EntryParams p = check_entry({hidden,
+                               hnorm_weight,
+                               proj_weight,
+                               proj_bias,
+                               {{input_ids, positions, zero_at_position_0, vocab_start},
+                                embed_weight,
+                                inputs_embeds,
+                                embed_norm_weight,
+                                enorm_weight,
+                                enorm_eps,
+                                embed_norm_eps},
+                               hnorm_eps,
+                               gamma_offset,
+                               hidden_first});
   if (strict_ids)
     fail("entry: strict_ids expected False on CUDA, where raising would stall the host");
-  if (p.packed) fail("entry: proj_weight expected shape [H_out, 2H] on CUDA, got a packed one");
+  if (p.proj.packed)
+    fail("entry: proj_weight expected shape [H_out, 2H] on CUDA, got a packed one");
 
   const torch::stable::accelerator::DeviceGuard guard(hidden.get_device_index());
   Tensor normed = torch::stable::new_empty(hidden, {p.rows, 2 * p.hidden_size});
@@ -58,7 +69,7 @@ Tensor entry_cuda(Tensor hidden, Tensor enorm_weight, Tensor hnorm_weight, Tenso
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
   Tensor out = linear(normed, proj_weight, proj_bias);
-  return hidden.dim() == 1 ? torch::stable::view(out, {p.out_features}) : out;
+  return hidden.dim() == 1 ? torch::stable::view(out, {p.proj.out_features}) : out;
 }
 
 STABLE_TORCH_LIBRARY_IMPL(mtp_kernels, CUDA, m) { m.impl("entry", TORCH_BOX(&entry_cuda)); }

@@ -122,8 +122,8 @@ void slices(const HeadArgmaxParams& p, int64_t begin, int64_t end) {
       if (count > 0) {
         if constexpr (kIsBf16<T>) {
           if (p.packed)
-            dot_panels(weight + row * p.hidden_size, (count + kPanel - 1) / kPanel, chunk, rows,
-                       p.hidden_size, logits, kSlice);
+            dot_panels(weight + row * p.hidden_size, kPanel * p.hidden_size,
+                       (count + kPanel - 1) / kPanel, chunk, rows, p.hidden_size, logits, kSlice);
         }
         if (!p.packed)
           dot_rows(weight + row * p.weight_stride, p.weight_stride, count, chunk, rows,

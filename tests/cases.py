@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +111,20 @@ def entry_inputs(row: EntryRow, seed: int = 0) -> dict[str, Any]:
     return inputs
 
 
+def entry_exact(inputs: dict[str, Any]) -> Tensor:
+    """The formula of entry for inputs_embeds in fp64, nothing rounded on the way."""
+
+    def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain
+
+    wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    halves = [
+        norm(wide["inputs_embeds"], wide["enorm_weight"], wide["enorm_eps"]),
+        norm(wide["hidden"], wide["hnorm_weight"], wide["hnorm_eps"]),
+    ]
+    return torch.cat(halves, dim=-1) @ wide["proj_weight"].T
+
+
 def _row(
     id: str, dtype: torch.dtype, shape: tuple[int | None, int, int], *features: str, **options: Any
 ) -> EntryRow:
@@ -137,6 +152,98 @@ ENTRY_ROWS = [
     _row("fp32", FP32, (5, 128, 128), "embed_norm", "int32"),
     _row("fp32-odd", FP32, (7, 71, 37), "bias", "strided", hidden_first=True),
     _row("fp32-two-blocks", FP32, (18, 1100, 50), "embeds", gamma_offset=1),
+]
+
+
+def entry_hidden_inputs(row: EntryRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.entry_hidden; three layers unless the row says.
+
+    Every half is cut out of a projection whose other half is NaN.
+    """
+    gen = torch.Generator().manual_seed(seed)
+    h, n = row.hidden_size, row.out_features
+    options = dict(row.options)
+    num_layers = options.pop("layers", 3)
+
+    def randn(*shape: int, scale: float = 1.0, mean: float = 0.0) -> Tensor:
+        return (torch.randn(*shape, generator=gen) * scale + mean).to(row.dtype)
+
+    gain_mean = 0.0 if options.get("gamma_offset") else 1.0
+    inputs: dict[str, Any] = {
+        "hidden": randn(row.tokens, h, scale=3.0),
+        "hnorm_weights": [randn(h, scale=0.3, mean=gain_mean) for _ in range(num_layers)],
+        "proj_weights": [randn(n, 2 * h, scale=h**-0.5) for _ in range(num_layers)],
+        "hnorm_eps": 1e-6,
+        **options,
+    }
+    for proj in inputs["proj_weights"]:
+        proj[:, slice(h, None) if options.get("hidden_first") else slice(0, h)] = torch.nan
+    if "strided" in row.features:
+        inputs["hidden"] = strided_rows(inputs["hidden"])
+        inputs["proj_weights"] = [strided_rows(proj) for proj in inputs["proj_weights"]]
+    if "packed" in row.features:
+        inputs["proj_weights"] = [pack_projection(proj) for proj in inputs["proj_weights"]]
+    return inputs
+
+
+def entry_embed_inputs(row: EntryRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.entry_embed, the other half of proj NaN."""
+    inputs = entry_inputs(dataclasses.replace(row, features=row.features - {"packed"}), seed)
+    h = row.hidden_size
+    half = slice(0, h) if row.options.get("hidden_first") else slice(h, None)
+    inputs["proj_weight"][:, half] = torch.nan
+    if "packed" in row.features:
+        inputs["proj_weight"] = pack_projection(inputs["proj_weight"])
+    for name in ("hidden", "hnorm_weight", "hnorm_eps"):
+        del inputs[name]
+    return {"hidden_part": _hidden_part(row, seed), **inputs}
+
+
+def entry_lookup_inputs(row: EntryRow, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments of torch.ops.mtp_kernels.entry_lookup."""
+    inputs = entry_inputs(row, seed)
+    gen = torch.Generator().manual_seed(seed)
+    projected = torch.randn(VOCAB, row.out_features, generator=gen).to(row.dtype)
+    if "strided" in row.features:
+        projected = strided_rows(projected)
+    kept = ("input_ids", "proj_bias", "positions", *row.options)
+    inputs = {name: x for name, x in inputs.items() if name in kept}
+    return {"hidden_part": _hidden_part(row, seed), "projected": projected, **inputs}
+
+
+def _hidden_part(row: EntryRow, seed: int) -> Tensor:
+    gen = torch.Generator().manual_seed(seed + 1000)
+    hidden_part = torch.randn(row.tokens, row.out_features, generator=gen)
+    return strided_rows(hidden_part) if "strided" in row.features else hidden_part
+
+
+ENTRY_HIDDEN_ROWS = [
+    _row("bf16", BF16, (5, 128, 128)),
+    _row("bf16-odd", BF16, (7, 71, 37), "strided"),
+    _row("bf16-two-blocks", BF16, (3, 2100, 50), layers=2),
+    _row("bf16-tiny", BF16, (2, 1, 1), layers=7),
+    _row("bf16-many-rows", BF16, (70, 64, 200), "strided", hidden_first=True),
+    _row("bf16-empty", BF16, (0, 64, 32)),
+    _row("bf16-zero-centred", BF16, (6, 96, 64), gamma_offset=1),
+    _row("bf16-packed", BF16, (9, 80, 48), "packed"),
+    _row("bf16-packed-two-blocks", BF16, (21, 1100, 80), "packed", hidden_first=True, layers=2),
+    _row("fp16", FP16, (5, 128, 128), hidden_first=True, layers=1),
+    _row("fp16-odd", FP16, (18, 71, 37), "strided", gamma_offset=1),
+    _row("fp32", FP32, (5, 128, 128)),
+    _row("fp32-two-blocks", FP32, (18, 2100, 50), "strided", hidden_first=True),
+]
+
+ENTRY_EMBED_ROWS = [row for row in ENTRY_ROWS if row.tokens is not None]
+
+ENTRY_LOOKUP_ROWS = [
+    _row("bf16", BF16, (5, 64, 128)),
+    _row("bf16-odd", BF16, (7, 64, 37), "bias", "int32", "strided"),
+    _row("bf16-wide", BF16, (3, 64, 2100), "strided"),
+    _row("bf16-many-rows", BF16, (70, 64, 20), "positions", "bias", zero_at_position_0=True),
+    _row("bf16-empty", BF16, (0, 64, 32), "bias"),
+    _row("bf16-shard", BF16, (40, 64, 32), "int32", vocab_start=20),
+    _row("fp16", FP16, (5, 64, 128), "positions", "int32", zero_at_position_0=True),
+    _row("fp32", FP32, (9, 64, 1), "bias", "strided"),
 ]
 
 

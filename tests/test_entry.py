@@ -233,20 +233,6 @@ def test_any_number_of_threads_gives_the_same_bits(row: cases.EntryRow, isa: str
             same(entry(**inputs), want)
 
 
-def exact(inputs: dict[str, Any]) -> Tensor:
-    """The formula in fp64, nothing rounded on the way."""
-
-    def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * gain
-
-    wide = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    halves = [
-        norm(wide["inputs_embeds"], wide["enorm_weight"], wide["enorm_eps"]),
-        norm(wide["hidden"], wide["hnorm_weight"], wide["hnorm_eps"]),
-    ]
-    return torch.cat(halves, dim=-1) @ wide["proj_weight"].T
-
-
 @pytest.mark.parametrize("isa", cases.CPU_ISAS)
 @pytest.mark.parametrize(
     "dtype, packed", [(cases.BF16, False), (cases.BF16, True), (cases.FP16, False)]
@@ -258,7 +244,7 @@ def test_error_is_at_most_that_of_the_unfused_model(
     for seed in range(3):
         row = cases.EntryRow("", dtype, 16, 1024, 256, frozenset({"embeds"}))
         inputs = cases.entry_inputs(row, seed)
-        want = exact(inputs)
+        want = cases.entry_exact(inputs)
         unfused = entry_op.entry(**inputs)
         if packed:
             inputs["proj_weight"] = pack_projection(inputs["proj_weight"])

@@ -15,6 +15,9 @@ from mtp_kernels.ops import _declare
 from mtp_kernels.ops import draft_pack as pack_op
 from mtp_kernels.ops import draft_step as step_op
 from mtp_kernels.ops import entry as entry_op
+from mtp_kernels.ops import entry_embed as embed_op
+from mtp_kernels.ops import entry_hidden as hidden_op
+from mtp_kernels.ops import entry_lookup as lookup_op
 from mtp_kernels.ops import head_argmax as head_op
 from mtp_kernels.ops import verify as verify_op
 
@@ -36,6 +39,27 @@ OPS = {
         step_op.OP, step_op.draft_step, cases.DRAFT_STEP_ROWS, cases.draft_step_inputs, "triton"
     ),
     "entry": Op(entry_op.OP, entry_op.entry, cases.ENTRY_ROWS, cases.entry_inputs, "compiled"),
+    "entry_embed": Op(
+        embed_op.OP,
+        embed_op.entry_embed,
+        cases.ENTRY_EMBED_ROWS,
+        cases.entry_embed_inputs,
+        "triton",
+    ),
+    "entry_hidden": Op(
+        hidden_op.OP,
+        hidden_op.entry_hidden,
+        cases.ENTRY_HIDDEN_ROWS,
+        cases.entry_hidden_inputs,
+        "triton",
+    ),
+    "entry_lookup": Op(
+        lookup_op.OP,
+        lookup_op.entry_lookup,
+        cases.ENTRY_LOOKUP_ROWS,
+        cases.entry_lookup_inputs,
+        "triton",
+    ),
     "head_argmax": Op(
         head_op.OP,
         head_op.head_argmax,

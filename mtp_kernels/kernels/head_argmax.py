@@ -1,8 +1,6 @@
 """head_argmax in one launch: a program reads a slice of the head once and leaves its winners.
 
-Few tokens against many weight rows, so the weights are the dot's first operand: an MMA instruction
-has 16 to 64 rows there, and as few as 8 columns. The reference in ops/head_argmax.py is the
-definition.
+The reference in ops/head_argmax.py is the definition.
 """
 
 import contextlib
@@ -12,34 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mtp_kernels.kernels import exact
+from mtp_kernels.kernels import dot, exact
 from mtp_kernels.ops import head_argmax as definition
 
 SLICE = tl.constexpr(definition.SLICE)
 NO_ID = tl.constexpr(definition.NO_ID)
 GREEDY_BELOW = tl.constexpr(definition.GREEDY_BELOW)
 INF = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def _logits(hidden, hidden_stride, weight, weight_stride, rows, tokens, is_row, is_token, size,
-            BLOCK_K: tl.constexpr):  # fmt: skip
-    """The products of weight rows and tokens as the unfused head writes them, [rows, tokens]."""
-    total = tl.zeros((rows.shape[0], tokens.shape[0]), tl.float32)
-    for start in range(0, size, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        w = tl.load(
-            weight + rows[:, None] * weight_stride + k[None, :],
-            mask=is_row[:, None] & (k < size)[None, :],
-            other=0.0,
-        )
-        x = tl.load(
-            hidden + tokens[None, :] * hidden_stride + k[:, None],
-            mask=is_token[None, :] & (k < size)[:, None],
-            other=0.0,
-        )
-        total = tl.dot(w, x, total, input_precision="ieee")
-    return total.to(hidden.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
@@ -94,7 +71,7 @@ def head_argmax_kernel(
     for row in range(start, tl.minimum(start + SLICE, vocab_size), BLOCK_V):
         rows = row + tl.arange(0, BLOCK_V).to(tl.int64)
         is_row = rows < vocab_size
-        x = _logits(
+        x = dot.products(
             hidden,
             hidden_stride,
             weight,
@@ -106,6 +83,7 @@ def head_argmax_kernel(
             size,
             BLOCK_K,
         )
+        x = x.to(hidden.dtype.element_ty).to(tl.float32)  # as the unfused head writes them
         if id_map is None:
             keys = (rows - start).to(tl.int32)
             token_ids = rows + vocab_start

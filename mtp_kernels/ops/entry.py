@@ -1,7 +1,7 @@
 """entry: the first step of an MTP layer, from a token and a hidden state to the layer's input."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -62,33 +62,8 @@ def entry(
     in our builds but has not been run on a GPU yet.
     """
     single = _check(**locals())
-    rows = hidden.unsqueeze(0) if single else hidden
-    if inputs_embeds is not None:
-        embeds = inputs_embeds.reshape(rows.shape)
-        zero_rows = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
-    else:
-        assert input_ids is not None and embed_weight is not None  # by _check
-        index = input_ids.reshape(-1).to(torch.int64) - vocab_start
-        zero_rows = (index < 0) | (index >= embed_weight.shape[0])
-        if strict_ids and bool(zero_rows.any()):
-            row = int(zero_rows.nonzero()[0])
-            raise RuntimeError(
-                f"entry: input_ids expected ids in [{vocab_start}, "
-                f"{vocab_start + embed_weight.shape[0]}), got {int(index[row]) + vocab_start} "
-                f"at row {row}"
-            )
-        embeds = embed_weight[index.masked_fill(zero_rows, 0)]
-    if zero_at_position_0:
-        assert positions is not None  # by _check
-        zero_rows = zero_rows | (positions.reshape(-1) == 0)
-    embeds = embeds.masked_fill(zero_rows.unsqueeze(-1), 0)
-
-    if embed_norm_weight is not None:
-        embeds = _rms_norm(embeds, embed_norm_weight, embed_norm_eps, gamma_offset)
-    halves = [
-        _rms_norm(embeds, enorm_weight, enorm_eps, gamma_offset),
-        _rms_norm(rows, hnorm_weight, hnorm_eps, gamma_offset),
-    ]
+    embeds = normed_embedding("entry", **locals())
+    halves = [embeds, rms_norm(torch.atleast_2d(hidden), hnorm_weight, hnorm_eps, gamma_offset)]
     if hidden_first:
         halves.reverse()
     if proj_weight.dim() == 4:
@@ -118,7 +93,10 @@ def unpack_projection(packed: Tensor) -> Tensor:
     return packed.transpose(1, 2).reshape(-1, 2 * packed.shape[1])
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, gamma_offset: int) -> Tensor:
+# ---- What entry_hidden, entry_embed and entry_lookup share with it -------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, gamma_offset: int) -> Tensor:
     wide = x.float()
     mean = wide.pow(2).mean(-1, keepdim=True) + eps
     normed = wide * torch.rsqrt(mean).masked_fill(mean == 0, 0)  # 0 * inf would be NaN
@@ -127,65 +105,207 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, gamma_offset: int) -> Tenso
     return normed.to(x.dtype) * weight
 
 
-def _check(
-    hidden: Tensor,
+def look_up(
+    op: str,
+    table: Tensor,
+    input_ids: Tensor | None,
+    positions: Tensor | None,
+    zero_at_position_0: bool,
+    vocab_start: int,
+    strict_ids: bool,
+) -> Tensor:
+    """The table's row of each token, or row t without ids; zeros where the embedding is zero."""
+    if input_ids is None:
+        rows = torch.atleast_2d(table)
+    else:
+        index = input_ids.reshape(-1).to(torch.int64) - vocab_start
+        unknown = (index < 0) | (index >= table.shape[0])
+        if strict_ids and bool(unknown.any()):
+            row = int(unknown.nonzero()[0])
+            raise RuntimeError(
+                f"{op}: input_ids expected ids in [{vocab_start}, {vocab_start + table.shape[0]}), "
+                f"got {int(index[row]) + vocab_start} at row {row}"
+            )
+        rows = table[index.masked_fill(unknown, 0)].masked_fill(unknown.unsqueeze(-1), 0)
+    if zero_at_position_0:
+        assert positions is not None  # by check_lookup
+        rows = rows.masked_fill((positions.reshape(-1) == 0).unsqueeze(-1), 0)
+    return rows
+
+
+def normed_embedding(
+    op: str,
+    *,
     enorm_weight: Tensor,
-    hnorm_weight: Tensor,
-    proj_weight: Tensor,
     input_ids: Tensor | None,
     embed_weight: Tensor | None,
     inputs_embeds: Tensor | None,
-    proj_bias: Tensor | None,
     positions: Tensor | None,
     embed_norm_weight: Tensor | None,
     enorm_eps: float,
-    hnorm_eps: float,
     embed_norm_eps: float,
     gamma_offset: int,
     zero_at_position_0: bool,
     vocab_start: int,
+    strict_ids: bool,
     **_: Any,
-) -> bool:
-    """The checks of csrc/entry_args.h, with the same messages. Returns whether hidden is [H]."""
-    expect = Expect("entry", hidden)
-    expect.dtype("hidden", hidden, torch.bfloat16, torch.float16, torch.float32)
+) -> Tensor:
+    table = inputs_embeds if embed_weight is None else embed_weight
+    assert table is not None  # by check_embedding
+    rows = look_up(op, table, input_ids, positions, zero_at_position_0, vocab_start, strict_ids)
+    if embed_norm_weight is not None:
+        rows = rms_norm(rows, embed_norm_weight, embed_norm_eps, gamma_offset)
+    return rms_norm(rows, enorm_weight, enorm_eps, gamma_offset)
+
+
+def project_half(x: Tensor, proj_weight: Tensor, second: bool) -> Tensor:
+    """The product with the first or second half of a projection's inputs, in fp32."""
+    if proj_weight.dim() == 4:
+        proj_weight = unpack_projection(proj_weight)
+    return F.linear(x.float(), proj_weight.chunk(2, dim=1)[second].float())
+
+
+# Checks, the same as in csrc/entry_args.h, with the same messages.
+
+MODEL_DTYPES = torch.bfloat16, torch.float16, torch.float32
+
+
+class Rows(NamedTuple):
+    """How many tokens; `single`: one, which may come without its T axis."""
+
+    count: int
+    single: bool = False
+
+
+def check_per_row(expect: Expect, name: str, x: Tensor, rows: Rows) -> None:
+    expect.device(name, x)
+    expect.dtype(name, x, torch.int32, torch.int64)
+    if not (rows.single and x.dim() == 0):
+        expect.shape(name, x, rows.count)
+        expect.unit_stride(name, x)
+
+
+def check_gamma_offset(expect: Expect, gamma_offset: int) -> None:
+    expect.that(gamma_offset in (0, 1), f"gamma_offset expected 0 or 1, got {gamma_offset}")
+
+
+def check_norm(
+    expect: Expect,
+    name: str,
+    weight: Tensor | None,
+    eps_name: str,
+    eps: float,
+    dtype: torch.dtype,
+    size: int,
+) -> None:
+    if weight is not None:
+        expect.tensor(name, weight, dtype, size)
     expect.that(
-        hidden.dim() in (1, 2), f"hidden expected shape [T, H] or [H], got {list(hidden.shape)}"
+        math.isfinite(eps) and eps >= 0, f"{eps_name} expected a finite number >= 0, got {eps:g}"
     )
-    expect.that(hidden.shape[-1] >= 1, f"hidden expected H >= 1, got {list(hidden.shape)}")
-    expect.unit_stride("hidden", hidden)
-    single = hidden.dim() == 1
-    dtype, size = hidden.dtype, hidden.shape[-1]
-    rows = 1 if single else hidden.shape[0]
 
-    def per_row(name: str, x: Tensor) -> None:
-        expect.device(name, x)
-        expect.dtype(name, x, torch.int32, torch.int64)
-        if not (single and x.dim() == 0):
-            expect.shape(name, x, rows)
-            expect.unit_stride(name, x)
 
-    expect.tensor("enorm_weight", enorm_weight, dtype, size)
-    expect.tensor("hnorm_weight", hnorm_weight, dtype, size)
-
-    expect.device("proj_weight", proj_weight)
-    expect.dtype("proj_weight", proj_weight, dtype)
-    shape = list(proj_weight.shape)
+def check_projection(
+    expect: Expect, name: str, weight: Tensor, dtype: torch.dtype, size: int
+) -> int:
+    """Returns H_out."""
+    expect.device(name, weight)
+    expect.dtype(name, weight, dtype)
+    shape = list(weight.shape)
     packed = len(shape) == 4
     expect.that(
         shape[1:] == ([size, PANEL, 2] if packed else [2 * size]),
-        f"proj_weight expected shape [H_out, {2 * size}] or packed [H_out/16, {size}, 16, 2], "
+        f"{name} expected shape [H_out, {2 * size}] or packed [H_out/16, {size}, 16, 2], "
         f"got {shape}",
     )
     if packed:
-        expect.dtype("packed proj_weight", proj_weight, torch.bfloat16)
-        expect.that(proj_weight.is_contiguous(), "packed proj_weight expected a contiguous tensor")
+        expect.dtype(f"packed {name}", weight, torch.bfloat16)
+        expect.that(weight.is_contiguous(), f"packed {name} expected a contiguous tensor")
     else:
-        expect.unit_stride("proj_weight", proj_weight)
-    out_features = shape[0] * (PANEL if packed else 1)
-    if proj_bias is not None:
-        expect.tensor("proj_bias", proj_bias, dtype, out_features)
+        expect.unit_stride(name, weight)
+    return shape[0] * (PANEL if packed else 1)
 
+
+def check_half(expect: Expect, name: str, weight: Tensor, dtype: torch.dtype, size: int) -> int:
+    """Of a projection that is used by halves. Returns H_out."""
+    out_features = check_projection(expect, name, weight, dtype, size)
+    expect.that(weight.dim() != 4 or size % 2 == 0, f"packed {name} expected an even H, got {size}")
+    return out_features
+
+
+def check_hidden_part(expect: Expect, hidden_part: Tensor) -> Rows:
+    """Of entry_embed and entry_lookup."""
+    expect.dtype("hidden_part", hidden_part, torch.float32)
+    expect.that(
+        hidden_part.dim() == 2,
+        f"hidden_part expected shape [T, H_out], got {list(hidden_part.shape)}",
+    )
+    expect.unit_stride("hidden_part", hidden_part)
+    return Rows(hidden_part.shape[0])
+
+
+def check_lookup(
+    expect: Expect,
+    name: str,
+    table: Tensor,
+    dtype: torch.dtype,
+    columns: int,
+    rows: Rows,
+    *,
+    input_ids: Tensor | None,
+    positions: Tensor | None,
+    zero_at_position_0: bool,
+    vocab_start: int,
+    **_: Any,
+) -> None:
+    """`table`: [V, columns] with input_ids, else [T, columns]."""
+    if input_ids is not None:
+        check_per_row(expect, "input_ids", input_ids, rows)
+        expect.device(name, table)
+        expect.dtype(name, table, dtype)
+        shape = list(table.shape)
+        expect.that(
+            len(shape) == 2 and shape[0] >= 1 and shape[1] == columns,
+            f"{name} expected shape [V >= 1, {columns}], got {shape}",
+        )
+        expect.unit_stride(name, table)
+    else:
+        flat = rows.single and table.dim() == 1
+        expect.tensor(name, table, dtype, *([columns] if flat else [rows.count, columns]))
+    if positions is not None:
+        check_per_row(expect, "positions", positions, rows)
+    expect.that(
+        positions is not None or not zero_at_position_0,
+        "positions expected a tensor with zero_at_position_0, got None",
+    )
+    expect.that(vocab_start >= 0, f"vocab_start expected a number >= 0, got {vocab_start}")
+
+
+def check_embedding(
+    expect: Expect,
+    dtype: torch.dtype,
+    size: int,
+    rows: Rows,
+    *,
+    enorm_weight: Tensor,
+    input_ids: Tensor | None,
+    embed_weight: Tensor | None,
+    inputs_embeds: Tensor | None,
+    embed_norm_weight: Tensor | None,
+    enorm_eps: float,
+    embed_norm_eps: float,
+    **lookup: Any,
+) -> None:
+    check_norm(expect, "enorm_weight", enorm_weight, "enorm_eps", enorm_eps, dtype, size)
+    check_norm(
+        expect,
+        "embed_norm_weight",
+        embed_norm_weight,
+        "embed_norm_eps",
+        embed_norm_eps,
+        dtype,
+        size,
+    )
     has_ids = input_ids is not None
     expect.that(
         has_ids != (inputs_embeds is not None),
@@ -198,37 +318,42 @@ def _check(
         if has_ids
         else "embed_weight expected None, got a table beside inputs_embeds",
     )
-    if input_ids is not None and embed_weight is not None:
-        per_row("input_ids", input_ids)
-        expect.device("embed_weight", embed_weight)
-        expect.dtype("embed_weight", embed_weight, dtype)
-        table = list(embed_weight.shape)
-        expect.that(
-            len(table) == 2 and table[0] >= 1 and table[1] == size,
-            f"embed_weight expected shape [V >= 1, {size}], got {table}",
-        )
-        expect.unit_stride("embed_weight", embed_weight)
-    elif inputs_embeds is not None:
-        flat = single and inputs_embeds.dim() == 1
-        expect.tensor("inputs_embeds", inputs_embeds, dtype, *([size] if flat else [rows, size]))
-    if embed_norm_weight is not None:
-        expect.tensor("embed_norm_weight", embed_norm_weight, dtype, size)
-    if positions is not None:
-        per_row("positions", positions)
+    name, table = ("embed_weight", embed_weight) if has_ids else ("inputs_embeds", inputs_embeds)
+    assert table is not None
+    check_lookup(expect, name, table, dtype, size, rows, input_ids=input_ids, **lookup)
+
+
+# ---- The declaration ----------------------------------------------------------------------------
+
+
+def _check(
+    hidden: Tensor,
+    hnorm_weight: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    hnorm_eps: float,
+    gamma_offset: int,
+    hidden_first: bool,
+    **embedding: Any,
+) -> bool:
+    """Returns whether hidden is [H]."""
+    expect = Expect("entry", hidden)
+    expect.dtype("hidden", hidden, *MODEL_DTYPES)
     expect.that(
-        positions is not None or not zero_at_position_0,
-        "positions expected a tensor with zero_at_position_0, got None",
+        hidden.dim() in (1, 2), f"hidden expected shape [T, H] or [H], got {list(hidden.shape)}"
     )
-    for name, eps in (
-        ("enorm_eps", enorm_eps),
-        ("hnorm_eps", hnorm_eps),
-        ("embed_norm_eps", embed_norm_eps),
-    ):
-        expect.that(
-            math.isfinite(eps) and eps >= 0, f"{name} expected a finite number >= 0, got {eps:g}"
-        )
-    expect.that(vocab_start >= 0, f"vocab_start expected a number >= 0, got {vocab_start}")
-    expect.that(gamma_offset in (0, 1), f"gamma_offset expected 0 or 1, got {gamma_offset}")
+    expect.that(hidden.shape[-1] >= 1, f"hidden expected H >= 1, got {list(hidden.shape)}")
+    expect.unit_stride("hidden", hidden)
+    check_gamma_offset(expect, gamma_offset)
+    dtype, size = hidden.dtype, hidden.shape[-1]
+    single = hidden.dim() == 1
+    check_embedding(
+        expect, dtype, size, Rows(1 if single else hidden.shape[0], single), **embedding
+    )
+    check_norm(expect, "hnorm_weight", hnorm_weight, "hnorm_eps", hnorm_eps, dtype, size)
+    out_features = check_projection(expect, "proj_weight", proj_weight, dtype, size)
+    if proj_bias is not None:
+        expect.tensor("proj_bias", proj_bias, dtype, out_features)
     return single
 
 
