@@ -1,6 +1,9 @@
 """entry: the cases it must not fail, its checks, its numerics."""
 
+import mmap
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -288,6 +291,19 @@ def test_packing_is_undone_by_unpacking() -> None:
     assert packed.shape == (3, 35, 16, 2) and packed.is_contiguous()
     assert packed[1, 4, 7].tolist() == weight[23, 8:10].tolist()
     same(entry_op.unpack_projection(packed), weight)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="of Linux")
+def test_a_large_packed_weight_asks_for_huge_pages() -> None:
+    packed = pack_projection(torch.randn(1024, 2048).to(cases.BF16))
+    flags = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= packed.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert flags is not None and "hg" in flags
+    same(entry_op.unpack_projection(packed[:1]), entry_op.unpack_projection(packed)[:16])
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,15 @@ def make_drafter(vllm_config: VllmConfig, buffers: RoundBuffers) -> Drafter:
     )
 
 
-def make_head(model: nn.Module) -> DraftHead:
-    """The head of a draft model whose weights are loaded.
+def prepare(model: nn.Module) -> DraftHead:
+    """Make what is made once of the weights, which are loaded and shared; returns the head.
 
     Raises:
-        ValueError: the draft vocabulary asked for is not a list of this model's tokens, or its
-            head cannot be fused.
+        ValueError: the draft vocabulary asked for is not a list of this model's tokens, or the
+            head cannot be fused, or tables of embeddings are asked for and cannot be made.
     """
+    if settings.entry_table():
+        model.model.project_embeddings()
     kept = None
     if (asked := settings.draft_vocab()) is not None:
         path, count = asked
@@ -108,7 +110,11 @@ def log_active(
 ) -> None:
     """The one line per engine that says what is active, and what its KV costs."""
     spec = draft_spec(vllm_config.speculative_config)
-    entry = next(iter(model.model.mtp.layers.values())).entry
+    layers = list(model.model.mtp.layers.values())
+    entry = "fused" if layers[0].entry.enabled() else "unfused"
+    if (table := layers[0].projected) is not None:
+        size = len(layers) * table.numel() * table.element_size() / 2**20
+        entry += f", {size:.1f} MiB of projected embeddings"
     attn_layers = get_layers_from_vllm_config(
         vllm_config, AttentionLayerBase, list(attn_layer_names)
     )
@@ -120,7 +126,7 @@ def log_active(
         drafter.schedule,
         spec.draft_architecture,
         "target" if spec.feed is Feed.TARGET else "previous layer",
-        "fused" if entry.enabled() else "unfused",
+        entry,
         head.describe(),
         len(kv_specs),
         sum(kv.page_size_bytes / kv.block_size for kv in kv_specs) / 1024,

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.models import mimo_v2_mtp as stock
 from vllm.model_executor.models.utils import maybe_prefix
 
+from mtp_kernels import ops
+from mtp_kernels.archs import Feed
 from mtp_kernels.vllm.entry import EntryProjection, MtpEntry
+from mtp_kernels.vllm.settings import (
+    ENTRY_TABLE,
+    REPEAT_LAST_LAYER,
+    draft_spec,
+    repeat_last_layer,
+)
 
 logger = logging.getLogger("vllm.mtp_kernels")
 
@@ -27,6 +35,7 @@ class MtpLayer(stock.MiMoV2MTPLayer):
         super().__init__(config, prefix, cache_config, quant_config)
         self.eh_proj = EntryProjection(2 * config.hidden_size, config.hidden_size)
         self.entry = MtpEntry()
+        self.projected: Tensor | None = None  # [V, H], see MultiLayerPredictor.project_embeddings
 
     def forward(
         self,
@@ -35,14 +44,31 @@ class MtpLayer(stock.MiMoV2MTPLayer):
         inputs_embeds: Tensor | None,
         positions: Tensor,
         hidden: Tensor,
+        hidden_part: Tensor | None,
     ) -> Tensor:
-        """ids `[T]` (or embeddings `[T, H]`) and hidden `[T, H]` -> final-normed `[T, H]`."""
-        residual = self.entry(
-            embed_tokens, self.enorm, self.hnorm, self.eh_proj, input_ids, inputs_embeds, hidden
-        )
+        """ids `[T]` (or embeddings `[T, H]`) and hidden `[T, H]` -> final-normed `[T, H]`.
+
+        With hidden_part, this layer's of `entry_hidden`, embeddings come from the table.
+        """
+        if hidden_part is not None:
+            residual = torch.ops.mtp_kernels.entry_lookup(hidden_part, input_ids, self.projected)
+        else:
+            residual = self.entry(
+                embed_tokens, self.enorm, self.hnorm, self.eh_proj, input_ids, inputs_embeds, hidden
+            )
         attended = self.self_attn(positions=positions, hidden_states=self.input_layernorm(residual))
         normed, residual = self.pre_mlp_layernorm(attended, residual)
         return self.final_layernorm(self.mlp(normed) + residual)
+
+
+def _project_hidden(hidden: Tensor, layers: Sequence[MtpLayer]) -> Tensor:
+    """[N, T, H]: the hidden halves of the layers' entries."""
+    return torch.ops.mtp_kernels.entry_hidden(
+        hidden,
+        [layer.hnorm.weight for layer in layers],
+        [layer.eh_proj.weight for layer in layers],
+        hnorm_eps=layers[0].hnorm.variance_epsilon,
+    )
 
 
 class MultiLayerPredictor(nn.Module):
@@ -66,6 +92,44 @@ class MultiLayerPredictor(nn.Module):
             }
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self._feed = draft_spec(vllm_config.speculative_config).feed
+        self._hidden_parts: Tensor | None = None  # [N, T, H] of this round
+
+    def project_embeddings(self) -> None:
+        """Make each layer's table of projected embeddings: half of an entry's bytes, once and for
+        all, for V times H elements of memory.
+
+        What is rounded once more is the embedding half of the projection, to the model dtype.
+
+        Raises:
+            ValueError: what a table cannot be made for.
+        """
+        layers, table = list(self.mtp.layers.values()), self.embed_tokens
+        for name, value, need in (
+            ("tensor_parallel_size", table.tp_size, 1),
+            ("fused entry", layers[0].entry.enabled(), True),
+            (REPEAT_LAST_LAYER, repeat_last_layer(), False),
+            ("dtype of the embedding", table.weight.dtype, layers[0].enorm.weight.dtype),
+        ):
+            if value != need:
+                raise ValueError(f"{ENTRY_TABLE}: {name} must be {need}, but is {value}")
+        for layer in layers:
+            layer.projected = ops.project_embeddings(
+                table.weight[: table.org_vocab_size],
+                layer.enorm.weight,
+                layer.eh_proj.weight,
+                enorm_eps=layer.enorm.variance_epsilon,
+            )
+
+    def _hidden_part(self, layer: int, hidden: Tensor) -> Tensor:
+        """[T, H] of one layer. Fed the target's hidden states, the first layer of a round makes
+        those of all: the later ones get the same rows."""
+        layers = list(self.mtp.layers.values())
+        if self._feed is Feed.CHAIN:
+            return _project_hidden(hidden, [layers[layer]])[0]
+        if layer == 0:
+            self._hidden_parts = _project_hidden(hidden, layers)
+        return self._hidden_parts[layer]
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)
@@ -78,8 +142,16 @@ class MultiLayerPredictor(nn.Module):
         inputs_embeds: Tensor | None = None,
         spec_step_idx: int = 0,
     ) -> Tensor:
-        return self.mtp.layers[str(spec_step_idx)](
-            self.embed_tokens, input_ids, inputs_embeds, positions, previous_hidden_states
+        layer, hidden_part = self.mtp.layers[str(spec_step_idx)], None
+        if layer.projected is not None:
+            hidden_part = self._hidden_part(spec_step_idx, previous_hidden_states)
+        return layer(
+            self.embed_tokens,
+            input_ids,
+            inputs_embeds,
+            positions,
+            previous_hidden_states,
+            hidden_part,
         )
 
     def compute_logits(

@@ -9,7 +9,8 @@
 
 `MTP_KERNELS_DISABLE=part,...` leaves parts as vLLM ships them. `MTP_KERNELS_REPEAT_LAST_LAYER=1`
 allows more drafts than MTP layers. `MTP_KERNELS_DRAFT_VOCAB=FILE[:M]` drafts only the (first M)
-token ids in a file, see :mod:`mtp_kernels.draft_vocab`. `MTP_KERNELS_METHOD=coupled` makes a
+token ids in a file, see :mod:`mtp_kernels.draft_vocab`. `MTP_KERNELS_ENTRY_TABLE=1` keeps each
+layer's embeddings projected, which takes memory. `MTP_KERNELS_METHOD=coupled` makes a
 request's text depend on its seed alone, not on whether or how it was drafted.
 """
 
@@ -27,6 +28,7 @@ from mtp_kernels.vllm.settings import (
     disabled_parts,
     draft_spec,
     draft_vocab,
+    entry_table,
     is_coupled,
     repeat_last_layer,
 )
@@ -133,6 +135,7 @@ def _check_environment() -> None:
     """A bad value stops here, not in the middle of a start."""
     repeat_last_layer()
     draft_vocab()
+    entry_table()
     is_coupled()
 
 

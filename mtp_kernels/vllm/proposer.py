@@ -19,8 +19,8 @@ from mtp_kernels.drafting import RoundBuffers, row_capacity
 from mtp_kernels.vllm.adapter import (
     log_active,
     make_drafter,
-    make_head,
     max_rows,
+    prepare,
     without_slots,
 )
 from mtp_kernels.vllm.head import Choice
@@ -58,7 +58,7 @@ class MtpProposer(Step3p5MTPProposer):
         # Stock skips the whole batch's draft round when one request is within K of the end,
         # which would leave holes in everyone's MTP KV. Rows here never pass the target's.
         self.runner.effective_drafter_max_model_len += self.num_speculative_tokens
-        self.head = make_head(self.model)
+        self.head = prepare(self.model)
         names = self._draft_attn_layer_names
         log_active(self.vllm_config, self.drafter, self.model, self.head, names, "V1")
 

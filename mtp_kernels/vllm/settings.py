@@ -13,6 +13,7 @@ DISABLE = "MTP_KERNELS_DISABLE"
 REPEAT_LAST_LAYER = "MTP_KERNELS_REPEAT_LAST_LAYER"
 METHOD = "MTP_KERNELS_METHOD"
 DRAFT_VOCAB = "MTP_KERNELS_DRAFT_VOCAB"
+ENTRY_TABLE = "MTP_KERNELS_ENTRY_TABLE"
 
 
 def disabled_parts() -> dict[str, str]:
@@ -38,9 +39,26 @@ def repeat_last_layer() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(REPEAT_LAST_LAYER, "0")
+    return _is_on(REPEAT_LAST_LAYER)
+
+
+def entry_table() -> bool:
+    """Whether the user wants tables of projected embeddings.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1, or a part that it needs is disabled.
+    """
+    wanted = _is_on(ENTRY_TABLE)
+    for part in ("draft", "entry"):
+        if wanted and part in disabled_parts():
+            raise ValueError(f"{ENTRY_TABLE}: needs part {part}, which {DISABLE} switches off")
+    return wanted
+
+
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
     if value not in ("0", "1"):
-        raise ValueError(f"{REPEAT_LAST_LAYER}: expected 0 or 1, got {value!r}")
+        raise ValueError(f"{variable}: expected 0 or 1, got {value!r}")
     return value == "1"
 
 

@@ -22,8 +22,8 @@ from mtp_kernels.vllm import verify
 from mtp_kernels.vllm.adapter import (
     log_active,
     make_drafter,
-    make_head,
     max_rows,
+    prepare,
     without_slots,
 )
 from mtp_kernels.vllm.head import Choice
@@ -68,7 +68,7 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        self.head = make_head(self.model)
+        self.head = prepare(self.model)
         names = self.draft_attn_layer_names
         log_active(self.vllm_config, self.drafter, self.model, self.head, names, "V2")
 

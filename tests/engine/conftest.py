@@ -99,6 +99,8 @@ def runs(workload, arithmetic, pruned_vocab, tmp_path_factory) -> dict[str, dict
         "preempted": _engine(last, **tight, num_gpu_blocks_override=24),
         "chain": _engine(some) | {"feed": "chain"},
         "pruned": _engine(first) | pruned,
+        "table": _engine(full, dtype="bfloat16") | {"env": {"MTP_KERNELS_ENTRY_TABLE": "1"}},
+        "chain table": _engine(some) | {"feed": "chain", "env": {"MTP_KERNELS_ENTRY_TABLE": "1"}},
         "arithmetic": _engine(full, dtype="bfloat16"),
     }
     # One at a time, so that who finds whose blocks in the cache does not depend on timing. The

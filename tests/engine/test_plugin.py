@@ -91,6 +91,10 @@ print(rows.count("active"), rows.count("disabled"))
             {"MTP_KERNELS_DISABLE": "layer"},
         ),
         ("expected 0 or 1, got 'yes'", {"MTP_KERNELS_REPEAT_LAST_LAYER": "yes"}),
+        (
+            "MTP_KERNELS_ENTRY_TABLE: needs part entry",
+            {"MTP_KERNELS_ENTRY_TABLE": "1", "MTP_KERNELS_DISABLE": "entry"},
+        ),
         ("expected vllm or coupled, got 'block'", {"MTP_KERNELS_METHOD": "block"}),
         (
             "coupled needs part verify",
