@@ -110,7 +110,7 @@ def runs(workload, arithmetic, pruned_vocab, tmp_path_factory) -> dict[str, dict
     alone = _engine(shared, **tight | {"max_num_seqs": 1})
     unfused = _engine(some, compilation_config={"custom_ops": ["-mtp_entry"]})
     unfused["env"] = {"MTP_KERNELS_DISABLE": "head"}
-    drawn = {"prompts": arithmetic[:12], "sampling": {"temperature": 0.9, "max_tokens": 16}}
+    drawn = {"prompts": arithmetic[:12], "sampling": {"temperature": 0.9, "max_tokens": 60}}
     ranks = {
         "greedy": _engine(first, tensor_parallel_size=2) | {"ranks": True},
         "pruned": _engine(first, tensor_parallel_size=2) | pruned,
