@@ -7,15 +7,31 @@ from pathlib import Path
 BENCH = Path(__file__).parents[1] / "bench"
 
 
-def test_verify_runs_with_its_peers() -> None:
+def _table(script: str) -> list[list[str]]:
+    """The cells of the table that a quick run prints, without its head."""
     run = subprocess.run(
-        [sys.executable, BENCH / "verify.py", "--quick"], capture_output=True, text=True
+        [sys.executable, BENCH / script, "--quick"], capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    table = [line for line in run.stdout.splitlines() if line.startswith("|")]
-    assert [line.split("|")[1].strip() for line in table[2:]] == [
-        "temperature 0.7",
-        "greedy",
-        "top_k 50, top_p 0.95",
-    ]
-    assert all("(>=" in line for line in table[2:])
+    lines = [line for line in run.stdout.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_verify_runs_with_its_peers() -> None:
+    rows = _table("verify.py")
+    assert [row[0] for row in rows] == ["temperature 0.7", "greedy", "top_k 50, top_p 0.95"]
+    assert all("(>=" in row[-1] for row in rows)
+
+
+def test_head_argmax_runs_with_its_peers() -> None:
+    rows = _table("head_argmax.py")
+    assert [row[1] for row in rows] == ["1", "4", "8", "16"]
+    assert all("(>=" in cell for row in rows for cell in row[-5:])
+
+
+def test_draft_vocab_runs() -> None:
+    """Sizes 16, all that occur, and the whole vocabulary, in real engines."""
+    rows = _table("draft_vocab.py")
+    lengths = [float(row[2]) for row in rows]
+    assert [row[0] for row in rows][::2] == ["16", "320"]
+    assert lengths[0] < lengths[1] <= lengths[2]
