@@ -23,22 +23,27 @@ ROWS = {  # name -> temperature, top_k, top_p
 class Batch:
     """Logits of which each row has one token of probability about 0.8; most drafts are it."""
 
-    def __init__(self, requests: int, drafts: int, vocab: int) -> None:
-        gen = torch.Generator().manual_seed(0)
+    def __init__(
+        self, requests: int, drafts: int, vocab: int, device: torch.device | str = "cpu"
+    ) -> None:
+        gen = torch.Generator(device).manual_seed(0)
         self.requests, self.drafts, self.vocab = requests, drafts, vocab
         num_rows = requests * (drafts + 1)
-        self.logits = (2 * torch.randn(num_rows, vocab, generator=gen)).bfloat16()
-        peaks = torch.randint(0, vocab, (num_rows,), generator=gen)
-        self.logits[torch.arange(num_rows), peaks] = 12.25
-        hit = torch.rand(requests, drafts, generator=gen) < 0.8
-        other = torch.randint(0, vocab, (requests, drafts), generator=gen)
+        on = {"generator": gen, "device": device}
+        self.logits = torch.randn(num_rows, vocab, dtype=torch.bfloat16, **on).mul_(2)
+        peaks = torch.randint(0, vocab, (num_rows,), **on)
+        self.logits.scatter_(1, peaks[:, None], 12.25)
+        hit = torch.rand(requests, drafts, **on) < 0.8
+        other = torch.randint(0, vocab, (requests, drafts), **on)
         self.draft_ids = torch.where(hit, peaks.view(requests, -1)[:, :drafts], other)
-        self.cu_rows = torch.arange(0, num_rows + 1, drafts + 1, dtype=torch.int32)
-        self.positions = torch.arange(num_rows)
-        self.seeds = torch.arange(requests)
+        self.cu_rows = torch.arange(0, num_rows + 1, drafts + 1, dtype=torch.int32, device=device)
+        self.positions = torch.arange(num_rows, device=device)
+        self.seeds = torch.arange(requests, device=device)
 
     def full(self, value: float | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return None if value is None else torch.full((self.requests,), value, dtype=dtype)
+        if value is None:
+            return None
+        return torch.full((self.requests,), value, dtype=dtype, device=self.logits.device)
 
 
 def ours(batch: Batch, temperature: float, top_k: int | None, top_p: float | None) -> Callable:
@@ -56,7 +61,7 @@ def ours(batch: Batch, temperature: float, top_k: int | None, top_p: float | Non
 
 def straightforward_torch(batch: Batch, temperature: float, *_: Any) -> Callable:
     """What one writes first: softmax of all rows in fp32, then gather, compare, sample."""
-    requests = torch.arange(batch.requests)
+    requests = torch.arange(batch.requests, device=batch.logits.device)
 
     def greedy() -> tuple[Tensor, Tensor]:
         best = batch.logits.argmax(-1).view(batch.requests, -1)
@@ -66,11 +71,11 @@ def straightforward_torch(batch: Batch, temperature: float, *_: Any) -> Callable
     def sampled() -> tuple[Tensor, Tensor]:
         p = (batch.logits.float() / temperature).softmax(-1).view(batch.requests, -1, batch.vocab)
         p_draft = p[:, :-1].gather(2, batch.draft_ids[:, :, None])[:, :, 0]
-        accepted = (torch.rand(p_draft.shape) < p_draft).long().cumprod(1).sum(1)
+        accepted = (torch.rand_like(p_draft) < p_draft).long().cumprod(1).sum(1)
         p = p[requests, accepted]
-        rejected = batch.draft_ids[requests, accepted.clamp(max=batch.drafts - 1)]
-        missed = accepted < batch.drafts
-        p[requests[missed], rejected[missed]] = 0
+        rejected = batch.draft_ids.gather(1, accepted.clamp(max=batch.drafts - 1)[:, None])
+        is_bonus = (accepted == batch.drafts)[:, None]
+        p.scatter_(1, rejected, p.gather(1, rejected) * is_bonus)
         return (p / torch.empty_like(p).exponential_()).argmax(-1), accepted
 
     return greedy if temperature == 0 else sampled

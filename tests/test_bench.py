@@ -1,5 +1,6 @@
 """The benchmarks run; what they measure here means nothing."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,21 @@ def test_draft_vocab_runs() -> None:
     lengths = [float(row[2]) for row in rows]
     assert [row[0] for row in rows][::2] == ["16", "320"]
     assert lengths[0] < lengths[1] <= lengths[2]
+
+
+def test_device_script_goes_through_without_a_device() -> None:
+    """Its checks say that they passed, and every op has a time of ours and of a peer."""
+    run = subprocess.run(
+        [BENCH / "device.sh", "--dry-run"],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "op tests: exit 0: " in run.stdout
+    assert "graph replay against eager: equal" in run.stdout
+    lines = [line for line in run.stdout.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert {row[0] for row in rows} == {"verify", "entry", "head_argmax", "draft glue"}
+    assert all(float(row[2]) > 0 for row in rows), rows
+    assert sum(bool(row[4]) for row in rows) >= 4

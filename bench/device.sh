@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Builds this checkout on a machine with a GPU, tests the ops there and measures them, in under 8
+# minutes and without a network. Needs nvcc, and in PYTHON (python3): torch with CUDA, triton,
+# pytest, numpy, cmake, ninja, pybind11, setuptools.
+#
+#   bench/device.sh [OUTPUT]        results into OUTPUT (bench/results/device)
+#   bench/device.sh --dry-run       goes through it on a CPU, with the installed package
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+
+if [ "${1:-}" = --dry-run ]; then
+  output=$(mktemp -d)
+  trap 'rm -rf "$output"' EXIT
+  TRITON_INTERPRET=1 OMP_NUM_THREADS=1 "$PYTHON" -W ignore bench/device.py --dry-run \
+    --output "$output" --seconds 240
+  exit
+fi
+
+output=${1:-bench/results/device}
+started=$SECONDS
+"$PYTHON" -m pip install --quiet --no-index --no-build-isolation --no-deps -e .
+"$PYTHON" -m mtp_kernels.cli doctor || true # says what is built in and what runs where
+"$PYTHON" -W ignore bench/device.py --output "$output" --seconds $((450 - (SECONDS - started)))
