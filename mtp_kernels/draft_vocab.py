@@ -104,8 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", type=int, metavar="M", help="how many ids (default: all that occur)"
     )
     parser.add_argument(
-        "--always", type=int, nargs="+", action="extend", default=[], metavar="ID",
-        help="ids that are in whatever their counts",
+        "--always", type=int, action="append", default=[], metavar="ID",
+        help="an id that is in whatever its count; may be given again",
     )  # fmt: skip
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
@@ -125,6 +125,8 @@ def _make(args: argparse.Namespace) -> None:
     for path in args.texts:
         if not path.is_file():
             raise ValueError(f"{path} not found")
+    if args.output.is_dir() or args.output.resolve() in [path.resolve() for path in args.texts]:
+        raise ValueError(f"{args.output} is a folder or one of the texts, not a file to write")
     if args.output.exists() and not args.force:
         raise ValueError(f"{args.output} exists; --force overwrites it")
     if not args.output.resolve().parent.is_dir():

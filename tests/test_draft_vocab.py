@@ -177,7 +177,9 @@ def test_the_first_ids_are_the_smaller_pruning(made) -> None:
 
 def test_ids_that_are_always_in_follow_the_end(made) -> None:
     Path("a.txt").write_text("aab")
-    code, ids = made("--always", "98", "10", "--always", str(EOS), "--size", "6", "a.txt")
+    code, ids = made(
+        "--always", "98", "--always", "10", "--always", str(EOS), "--size", "6", "a.txt"
+    )
     assert (code, ids) == (0, [EOS, 98, 10, BOS, PAD, 97])
 
 
@@ -204,6 +206,8 @@ def test_ends_of_the_generation_config_are_in(made, tmp_path: Path) -> None:
         (["a.txt", "--size", "2"], "--size expected a number >= 3, the ids that are always in"),
         (["a.txt", "--size", "0"], "--size expected a number >= 1, got 0"),
         (["a.txt", "--always", "259"], "--always expected ids in [0, 259), got 259"),
+        (["a.txt", "--force", "--output", "a.txt"], "a.txt is a folder or one of the texts"),
+        (["a.txt", "--force", "--output", "."], ". is a folder or one of the texts"),
         (["a.txt", "--always", "-1"], "--always expected ids in [0, 259), got -1"),
         (["a.txt", "--output", "no/out.txt"], "no is no folder"),
         (["a.txt", "--tokenizer", "."], "no tokenizer could be loaded from .: "),

@@ -9,9 +9,9 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from mtp_kernels import draft_vocab
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
+from mtp_kernels.verification import Method
 from mtp_kernels.vllm import settings
 from mtp_kernels.vllm.head import DraftHead
 from mtp_kernels.vllm.settings import DISABLE, draft_spec, repeat_last_layer
@@ -38,20 +38,25 @@ def make_drafter(vllm_config: VllmConfig, buffers: RoundBuffers) -> Drafter:
     )
 
 
-def prepare(model: nn.Module) -> DraftHead:
+def prepare(model: nn.Module, drafter: Drafter, method: Method | None, samples: bool) -> DraftHead:
     """Make what is made once of the weights, which are loaded and shared; returns the head.
+
+    samples: whether drafts are sampled; method: what they are sampled for, None: by vLLM.
 
     Raises:
         ValueError: the draft vocabulary asked for is not a list of this model's tokens, or the
-            head cannot be fused, or tables of embeddings are asked for and cannot be made.
+            head cannot be fused, or vLLM samples; or tables of embeddings cannot be made.
     """
     if settings.entry_table():
-        model.model.project_embeddings()
-    kept = None
-    if (asked := settings.draft_vocab()) is not None:
-        path, count = asked
-        kept = draft_vocab.read(path, model.lm_head.org_vocab_size, count)
-    return DraftHead(model.lm_head, model.model.logits_processor, kept)
+        model.model.project_embeddings(sorted(set(drafter.schedule)))
+    kept = settings.draft_vocab(model.lm_head.org_vocab_size)
+    if kept is not None and samples and method is None:
+        raise ValueError(
+            f"{settings.DRAFT_VOCAB}: vLLM samples the drafts here, from all tokens; that needs "
+            "part verify, and a rejection_sample_method that it knows, without watermarking"
+        )
+    writes_logits = samples and method != "coupled"
+    return DraftHead(model.lm_head, model.model.logits_processor, kept, writes_logits=writes_logits)
 
 
 def max_rows(vllm_config: VllmConfig) -> int:
@@ -78,6 +83,8 @@ def check_supported(vllm_config: VllmConfig, num_drafts: int) -> None:
     multimodal = model.supports_multimodal_inputs
     pipeline, data = parallel.pipeline_parallel_size, parallel.data_parallel_size
     context = parallel.decode_context_parallel_size
+    tensor = parallel.tensor_parallel_size
+    fits_table = tensor == 1 or not settings.entry_table()
     keeps_block = not vllm_config.speculative_config.use_eagle_block_drop()
     k = num_drafts
     for name, value, fits, need in (
@@ -85,6 +92,7 @@ def check_supported(vllm_config: VllmConfig, num_drafts: int) -> None:
         ("pipeline_parallel_size", pipeline, pipeline == 1, "1"),
         ("data_parallel_size", data, data == 1, "1"),
         ("decode_context_parallel_size", context, context == 1, "1"),
+        (f"{settings.ENTRY_TABLE}=1, whose tensor_parallel_size", tensor, fits_table, "1"),
         ("disable_eagle_block_drop", keeps_block, not keeps_block, "False"),
         # A widened round must fit, at worst at the very start of a request.
         ("max_model_len", model.max_model_len, model.max_model_len >= 2 * k, f">= {2 * k}"),

@@ -1,7 +1,6 @@
 """The draft head: lm_head and the choice of a token in one op, over all tensor-parallel ranks."""
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,8 +29,8 @@ class DraftHead:
     """Chooses drafts from hidden states, with the lm_head as it is when this is made.
 
     Each rank scores its own rows of the vocabulary and keeps one winner per slice of them; all
-    winners are gathered, so that every rank comes to the same draft. A pruned vocabulary, and
-    bfloat16 on CPU, mean a copy of the head's weight, in the order it is read in.
+    winners are gathered, so that every rank comes to the same draft. A pruned vocabulary means a
+    copy of the head's rows, and so does bfloat16 on CPU, in the order they are read in.
     """
 
     def __init__(
@@ -39,8 +38,10 @@ class DraftHead:
         lm_head: ParallelLMHead,
         logits_processor: LogitsProcessor,
         vocab: Sequence[int] | None = None,
+        *,
+        writes_logits: bool = False,
     ) -> None:
-        """vocab: ids that may be drafted, None: all.
+        """vocab: ids that may be drafted, None: all. writes_logits: `logits` will be asked for.
 
         Raises:
             ValueError: a vocabulary for a head that cannot be fused; the text says why.
@@ -52,7 +53,7 @@ class DraftHead:
         if obstacle and "head" not in disabled_parts():
             warn_once(f"mtp_kernels: drafts are chosen from written logits: {obstacle}")
         self._num_drafted = lm_head.org_vocab_size if vocab is None else len(vocab)
-        self._is_kept: Tensor | None = None  # [V] bool
+        self._ids_of_ranks: Tensor | None = None  # of all ranks' kept rows; V: of none
         if not self.is_fused:
             return
 
@@ -62,7 +63,8 @@ class DraftHead:
         if vocab is not None:
             weight, ids = self._prune(weight, vocab)
             self._start, self._size, self._id_map = 0, ids.numel(), _padded(ids, len(weight))
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        is_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        if is_cpu and not (writes_logits and vocab is not None):
             weight = ops.pack_projection(_padded(weight, -(-len(weight) // 16) * 16))
             if self._id_map is not None:
                 self._id_map = _padded(self._id_map, len(weight) * 16)
@@ -95,27 +97,30 @@ class DraftHead:
         scored: [B, H]; first_positions: [B], of the rows that will judge the drafts 0.
 
         Returns (tokens, logits [B, V]), which the verifier gets as "filtered_logits" with the
-        requests' `sampling`. For `coupled`, which takes drafts from anywhere, they are None, and
-        never written if no request has a filter.
+        requests' `sampling`. `coupled` takes drafts from anywhere: its logits are None, never
+        written by a fused head, and the race, with the target's noise, is then without filters. It
+        is won by another token than the target's only where the filters cut the winner.
         """
         positions = first_positions + step
+        if method == "coupled" and self.is_fused:
+            return self._choose(scored, sampling, positions), None
+        logits = self.logits(scored)
         if method == "coupled":
-            filters = (sampling.top_k, sampling.top_p, sampling.min_p)
-            if self.is_fused and all(values is None for values in filters):
-                return self._choose(scored, sampling, positions), None
-            logits = self.logits(scored)
             return verification.sample(logits, positions, sampling, method="coupled"), None
         seeds = verification.round_seeds(sampling.seeds, first_positions)
-        logits = self.logits(scored)
         sampling = replace(sampling, seeds=seeds)
         return verification.sample(logits, positions, sampling, stream="draft"), logits
 
     def logits(self, scored: Tensor) -> Tensor:
-        """[B, V], on all ranks; -inf for tokens that may not be drafted."""
-        logits = self._logits_processor(self._lm_head, scored)
-        if self._is_kept is not None:
-            logits = logits.masked_fill(~self._is_kept, -torch.inf)
-        return logits
+        """[B, V], on all ranks; -inf for tokens that may not be drafted, which are not scored."""
+        if self._ids_of_ranks is None:
+            return self._logits_processor(self._lm_head, scored)
+        kept = torch.nn.functional.linear(scored, self._weight)
+        if self._lm_head.tp_size > 1:
+            kept = tensor_model_parallel_all_gather(kept)
+        logits = kept.new_full((len(scored), self._lm_head.org_vocab_size + 1), -torch.inf)
+        logits.index_copy_(1, self._ids_of_ranks, kept)
+        return logits[:, :-1]
 
     def _choose(
         self, scored: Tensor, sampling: Sampling | None = None, positions: Tensor | None = None
@@ -140,13 +145,16 @@ class DraftHead:
 
     def _prune(self, weight: Tensor, vocab: Sequence[int]) -> tuple[Tensor, Tensor]:
         """This rank's kept rows and their ids; ranks with fewer rows than others are padded."""
-        lm_head, device = self._lm_head, weight.device
-        self._is_kept = torch.zeros(lm_head.org_vocab_size, dtype=torch.bool, device=device)
-        self._is_kept[torch.tensor(vocab, device=device)] = True
-        per_rank = Counter(token // lm_head.num_embeddings_per_partition for token in vocab)
-        ids = [token for token in sorted(vocab) if self._start <= token < self._start + self._size]
-        kept = torch.tensor(ids, dtype=torch.int64, device=device)
-        return _padded(weight[kept - self._start], max(per_rank.values())), kept
+        lm_head, part = self._lm_head, self._lm_head.num_embeddings_per_partition
+        of_rank: list[list[int]] = [[] for _ in range(lm_head.num_embeddings_padded // part)]
+        for token in sorted(vocab):
+            of_rank[token // part].append(token)
+        most = max(map(len, of_rank))
+        padded = [ids + [lm_head.org_vocab_size] * (most - len(ids)) for ids in of_rank]
+        self._ids_of_ranks = torch.tensor(padded, device=weight.device).flatten()
+        rank = lm_head.shard_indices.padded_org_vocab_start_index // part
+        kept = torch.tensor(of_rank[rank], dtype=torch.int64, device=weight.device)
+        return _padded(weight[kept - self._start], most), kept
 
 
 def _obstacle(lm_head: ParallelLMHead, logits_processor: LogitsProcessor) -> str:

@@ -18,12 +18,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 from mtp_kernels import ops
 from mtp_kernels.archs import Feed
 from mtp_kernels.vllm.entry import EntryProjection, MtpEntry
-from mtp_kernels.vllm.settings import (
-    ENTRY_TABLE,
-    REPEAT_LAST_LAYER,
-    draft_spec,
-    repeat_last_layer,
-)
+from mtp_kernels.vllm.settings import ENTRY_TABLE, draft_spec
 
 logger = logging.getLogger("vllm.mtp_kernels")
 
@@ -93,27 +88,27 @@ class MultiLayerPredictor(nn.Module):
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
         self._feed = draft_spec(vllm_config.speculative_config).feed
+        self._projecting: Sequence[MtpLayer] = ()  # layers that have a table
         self._hidden_parts: Tensor | None = None  # [N, T, H] of this round
 
-    def project_embeddings(self) -> None:
-        """Make each layer's table of projected embeddings: half of an entry's bytes, once and for
-        all, for V times H elements of memory.
+    def project_embeddings(self, used: Sequence[int]) -> None:
+        """Make a table of projected embeddings for each layer that is used: half of an entry's
+        bytes, once and for all, for V times H elements of memory.
 
         What is rounded once more is the embedding half of the projection, to the model dtype.
 
         Raises:
             ValueError: what a table cannot be made for.
         """
-        layers, table = list(self.mtp.layers.values()), self.embed_tokens
+        table = self.embed_tokens
+        self._projecting = [self.mtp.layers[str(layer)] for layer in used]
         for name, value, need in (
-            ("tensor_parallel_size", table.tp_size, 1),
-            ("fused entry", layers[0].entry.enabled(), True),
-            (REPEAT_LAST_LAYER, repeat_last_layer(), False),
-            ("dtype of the embedding", table.weight.dtype, layers[0].enorm.weight.dtype),
+            ("fused entry", self._projecting[0].entry.enabled(), True),
+            ("dtype of the embedding", table.weight.dtype, self._projecting[0].enorm.weight.dtype),
         ):
             if value != need:
                 raise ValueError(f"{ENTRY_TABLE}: {name} must be {need}, but is {value}")
-        for layer in layers:
+        for layer in self._projecting:
             layer.projected = ops.project_embeddings(
                 table.weight[: table.org_vocab_size],
                 layer.enorm.weight,
@@ -123,13 +118,15 @@ class MultiLayerPredictor(nn.Module):
 
     def _hidden_part(self, layer: int, hidden: Tensor) -> Tensor:
         """[T, H] of one layer. Fed the target's hidden states, the first layer of a round makes
-        those of all: the later ones get the same rows."""
-        layers = list(self.mtp.layers.values())
-        if self._feed is Feed.CHAIN:
-            return _project_hidden(hidden, [layers[layer]])[0]
-        if layer == 0:
-            self._hidden_parts = _project_hidden(hidden, layers)
-        return self._hidden_parts[layer]
+        those of all: the later ones get the same rows, unless one is repeated."""
+        if self._feed is Feed.TARGET and layer == 0:
+            self._hidden_parts = _project_hidden(hidden, self._projecting)
+        if self._hidden_parts is None:
+            return _project_hidden(hidden, [self._projecting[layer]])[0]
+        part = self._hidden_parts[layer]
+        if layer == len(self._projecting) - 1:
+            self._hidden_parts = None  # not while the target runs
+        return part
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens(input_ids)

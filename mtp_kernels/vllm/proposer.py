@@ -24,7 +24,7 @@ from mtp_kernels.vllm.adapter import (
     without_slots,
 )
 from mtp_kernels.vllm.head import Choice
-from mtp_kernels.vllm.verify import rounds_of
+from mtp_kernels.vllm.verify import rounds_of, samples_drafts
 
 
 class MtpProposer(Step3p5MTPProposer):
@@ -58,7 +58,11 @@ class MtpProposer(Step3p5MTPProposer):
         # Stock skips the whole batch's draft round when one request is within K of the end,
         # which would leave holes in everyone's MTP KV. Rows here never pass the target's.
         self.runner.effective_drafter_max_model_len += self.num_speculative_tokens
-        self.head = prepare(self.model)
+        # None: vLLM judges the drafts, and samples them.
+        self._rounds = rounds_of(self.runner.rejection_sampler)
+        method = None if self._rounds is None else self._rounds.method
+        samples = samples_drafts(self.speculative_config)
+        self.head = prepare(self.model, self.drafter, method, samples)
         names = self._draft_attn_layer_names
         log_active(self.vllm_config, self.drafter, self.model, self.head, names, "V1")
 
@@ -129,9 +133,9 @@ class MtpProposer(Step3p5MTPProposer):
         slots = self._register_slots(num_rows)
         _, attn_metadata = self.build_per_group_and_layer_attn_metadata(cad)
         draft_probs: list[Tensor] = []
-        rounds, sampling = rounds_of(self.runner.rejection_sampler), None
-        if rounds is not None and self._samples_drafts(sampling_metadata):
-            sampling = rounds.filters(sampling_metadata, num_reqs)
+        samples = samples_drafts(self.speculative_config) and not sampling_metadata.all_greedy
+        if samples and self._rounds is not None:
+            sampling = self._rounds.filters(sampling_metadata, num_reqs)
         first_positions = buffers.positions[buffers.last_row[:num_reqs]] + 1
 
         def run_layer(
@@ -149,14 +153,14 @@ class MtpProposer(Step3p5MTPProposer):
             return out, out
 
         def draft_token(step: int, scored: Tensor) -> Choice:
-            if sampling is not None:
-                drafted, probs = self.head.sample(
-                    scored, first_positions, step, sampling, rounds.method
-                )
-            elif self._samples_drafts(sampling_metadata):
-                drafted, probs = self._sample_draft_tokens_for_step(scored, sampling_metadata, step)
-            else:
+            if not samples:
                 return self.head.best(scored)
+            if self._rounds is not None:
+                drafted, probs = self.head.sample(
+                    scored, first_positions, step, sampling, self._rounds.method
+                )
+            else:
+                drafted, probs = self._sample_draft_tokens_for_step(scored, sampling_metadata, step)
             if probs is not None:
                 draft_probs.append(probs)
             return drafted
@@ -164,10 +168,6 @@ class MtpProposer(Step3p5MTPProposer):
         draft_ids = self.drafter.draft(num_reqs, num_rows, run_layer, draft_token)
         self._last_draft_probs = torch.stack(draft_probs, dim=1) if draft_probs else None
         return draft_ids.clone()
-
-    def _samples_drafts(self, sampling_metadata: SamplingMetadata) -> bool:
-        probabilistic = self.speculative_config.draft_sample_method == "probabilistic"
-        return probabilistic and not sampling_metadata.all_greedy
 
     def _known_ids(self, sampled: Tensor, num_reqs: int, num_drafts: int) -> tuple[Tensor, Tensor]:
         """The token after each request's last row, and the K - 1 after it, -1 = not known.

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from mtp_kernels import archs
+from mtp_kernels import draft_vocab as vocab_file
 
 PARTS = ("layers", "draft", "prefix", "entry", "head", "verify")
 NEEDS = {"draft": "layers", "prefix": "draft", "entry": "layers", "head": "draft"}
@@ -76,11 +77,12 @@ def is_coupled() -> bool:
     return value == "coupled"
 
 
-def draft_vocab() -> tuple[str, int | None] | None:
-    """The file of token ids that may be drafted, and how many of its first ones; None: all may.
+def draft_vocab(vocab_size: int = 2**31) -> list[int] | None:
+    """The token ids that may be drafted, most frequent first; None: all may.
 
     Raises:
-        ValueError: the variable is not `FILE` or `FILE:COUNT`, or part `head` is disabled.
+        ValueError: the variable is not `FILE` or `FILE:COUNT`, or part `head` is disabled, or the
+            file is not a list of at least COUNT ids below vocab_size.
     """
     value = os.environ.get(DRAFT_VOCAB, "")
     if not value:
@@ -88,9 +90,13 @@ def draft_vocab() -> tuple[str, int | None] | None:
     if "head" in disabled_parts():
         raise ValueError(f"{DRAFT_VOCAB}: needs part head, which {DISABLE} switches off")
     path, colon, count = value.rpartition(":")
-    if colon and count.isdecimal():
-        return path, int(count)
-    return value, None
+    has_count = bool(colon) and count.isdecimal()
+    try:
+        return vocab_file.read(
+            path if has_count else value, vocab_size, int(count) if has_count else None
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{DRAFT_VOCAB}={value}: {error}") from error
 
 
 def draft_spec(speculative_config: Any) -> archs.MtpSpec | None:

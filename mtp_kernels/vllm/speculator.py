@@ -55,20 +55,21 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         )
         del self.cached_draft_input_ids, self.cached_target_hidden_states  # the drafter's job
         self._nothing_known = self.draft_input_id_overrides  # [max_num_reqs, K - 1], all -1
-        self._method = verify.method_of(self.speculative_config) if verify.is_active() else None
-        self._samples_drafts = self.draft_logits is not None
-        if not self._samples_drafts or self.draft_watermarker is not None:
+        config = self.speculative_config
+        self._samples_drafts = verify.samples_drafts(config)
+        self._method = verify.method_of(config) if verify.is_active() else None
+        if self.draft_watermarker is not None:
             self._method = None
         if self._method == "coupled":
             self.draft_logits = None  # what drafts were sampled from makes no difference
-        elif self._method is not None:
+        elif self._method is not None and self.draft_logits is not None:
             # One more row, which the requests that pad a graph, index -1, write to.
             rows, *shape = self.draft_logits.shape
             self.draft_logits = self.draft_logits.new_zeros(rows + 1, *shape)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        self.head = prepare(self.model)
+        self.head = prepare(self.model, self.drafter, self._method, self._samples_drafts)
         names = self.draft_attn_layer_names
         log_active(self.vllm_config, self.drafter, self.model, self.head, names, "V2")
 
@@ -80,7 +81,7 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         self._filters = {
             name: state.gpu.to(self.device, copy=True) for name, state in self._filters_now.items()
         }
-        if self._method is not None:
+        if self._samples_drafts and self._method is not None:
             rejection_sampler.draft_kind = "filtered_logits"
 
     def set_attn(

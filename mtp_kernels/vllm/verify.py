@@ -42,6 +42,11 @@ def method_of(speculative_config: Any) -> Method | None:
     return stated if stated in (*_LOSSLESS, "synthetic") else None
 
 
+def samples_drafts(speculative_config: Any) -> bool:
+    """Whether requests that sample get sampled drafts: `coupled` drafts share the noise."""
+    return speculative_config.draft_sample_method == "probabilistic" or is_coupled()
+
+
 def _stated_method(speculative_config: Any) -> str:
     return f"rejection_sample_method={speculative_config.rejection_sample_method!r}"
 

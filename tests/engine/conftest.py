@@ -108,6 +108,13 @@ def runs(workload, arithmetic, pruned_vocab, tmp_path_factory) -> dict[str, dict
     chosen = [32, *range(52, 64)]
     shared = {name: [values[i] for i in chosen] for name, values in workload.items()}
     alone = _engine(shared, **tight | {"max_num_seqs": 1})
+    # More drafts than layers, and the last one's table.
+    deep = _engine(some, SPEC | {"num_speculative_tokens": 5})
+    repeated = {"MTP_KERNELS_REPEAT_LAST_LAYER": "1"}
+    deep = {
+        "deep": deep | {"env": repeated},
+        "deep table": deep | {"env": repeated | {"MTP_KERNELS_ENTRY_TABLE": "1"}},
+    }
     unfused = _engine(some, compilation_config={"custom_ops": ["-mtp_entry"]})
     unfused["env"] = {"MTP_KERNELS_DISABLE": "head"}
     drawn = {"prompts": arithmetic[:12], "sampling": {"temperature": 0.9, "max_tokens": 60}}
@@ -122,7 +129,7 @@ def runs(workload, arithmetic, pruned_vocab, tmp_path_factory) -> dict[str, dict
     spawn = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     stock = {"MTP_KERNELS_DISABLE": "layers,verify"}
     processes = {  # name -> (runner, engines, environment)
-        "v1": ("v1", plan | {"unfused": unfused, "alone": alone}, {}),
+        "v1": ("v1", plan | deep | {"unfused": unfused, "alone": alone}, {}),
         "v2": ("v2", plan | {"tight": asynchronous}, {}),
         "spawned": ("v1", {"alone": alone}, spawn),
         "stock": ("v1", {"arithmetic": plan["arithmetic"]}, stock),

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from mtp_kernels.ops.head_argmax import best_ids
 from mtp_kernels.verification import Sampling
+from mtp_kernels.vllm import adapter
 from mtp_kernels.vllm import head as module
 from mtp_kernels.vllm.head import DraftHead
 
@@ -26,8 +27,13 @@ def lm_head(weight: torch.Tensor, rank: int = 0, ranks: int = 1, **other) -> Sim
         "quant_method": UnquantizedLinearMethod(),
         "org_vocab_size": VOCAB,
         "num_embeddings_per_partition": part,
+        "num_embeddings_padded": part * ranks,
         "tp_size": 1,  # the test gathers
-        "shard_indices": SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=stop),
+        "shard_indices": SimpleNamespace(
+            org_vocab_start_index=start,
+            org_vocab_end_index=stop,
+            padded_org_vocab_start_index=rank * part,
+        ),
     }
     return SimpleNamespace(**values | other)
 
@@ -63,6 +69,24 @@ def test_ranks_together_choose_the_best(weight, scored, dtype, ranks, vocab) -> 
     if vocab is not None:
         logits[:, [token not in vocab for token in range(VOCAB)]] = -torch.inf
     assert torch.equal(best_ids(values, ids), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [[299, 3, 150, 151, 7], list(range(100))])
+def test_sampled_drafts_are_of_the_kept_tokens(weight, scored, dtype, vocab) -> None:
+    """What they were sampled from says so: -inf for the others, whose rows are not read."""
+    weight, scored = weight.to(dtype), scored.to(dtype)
+    nans = weight.clone()
+    nans[[token not in vocab for token in range(VOCAB)]] = torch.nan
+    head = DraftHead(lm_head(nans), processor(), vocab, writes_logits=True)
+    sampling = Sampling(torch.full((9,), 50.0), torch.arange(9))
+    drafted, logits = head.sample(scored, torch.arange(9), 1, sampling, "standard")
+    assert logits.shape == (9, VOCAB) and set(drafted.tolist()) <= set(vocab)
+    wanted = torch.full_like(logits, -torch.inf)
+    wanted[:, vocab] = torch.nn.functional.linear(scored, weight)[:, vocab]
+    torch.testing.assert_close(logits, wanted)
+    values, ids = head.best(scored)
+    assert torch.equal(best_ids(values, ids), wanted.argmax(-1))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -124,3 +148,23 @@ def test_the_log_tells_what_is_copied(weight) -> None:
     assert packed.describe() == "fused, 300 of 300 ids, 0.0 MiB of its own"
     pruned = DraftHead(lm_head(weight), processor(), [5, 9])
     assert pruned.describe() == "fused, 2 of 300 ids, 0.0 MiB of its own"
+
+
+def test_a_vocabulary_is_refused_where_vllm_samples_the_drafts(
+    weight, monkeypatch, tmp_path
+) -> None:
+    """vLLM would draw from all tokens; greedy drafts, and those we sample, keep to the file."""
+    file = tmp_path / "ids.txt"
+    file.write_text("7\n3\n250\n")
+    monkeypatch.setenv("MTP_KERNELS_DRAFT_VOCAB", f"{file}:2")
+    model = SimpleNamespace(
+        lm_head=lm_head(weight), model=SimpleNamespace(logits_processor=processor())
+    )
+    for method, samples in ((None, False), ("block", True), ("coupled", True)):
+        head = adapter.prepare(model, None, method, samples)
+        assert head.describe().startswith("fused, 2 of 300 ids")
+    with pytest.raises(ValueError, match="MTP_KERNELS_DRAFT_VOCAB: vLLM samples the drafts here"):
+        adapter.prepare(model, None, None, True)
+    file.write_text("300\n")
+    with pytest.raises(ValueError, match=r"DRAFT_VOCAB=.*:2: .*line 1: expected a token id in \["):
+        adapter.prepare(model, None, "block", True)

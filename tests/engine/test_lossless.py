@@ -117,6 +117,14 @@ def test_projected_embeddings_change_no_token(runs, runner: str) -> None:
     assert runs[runner]["chain table"]["rounds"] == runs[runner]["chain"]["rounds"]
 
 
+def test_projected_embeddings_of_a_repeated_layer(runs) -> None:
+    """K = 5 of 3 layers: the last one runs three times, on its own output, with a table too."""
+    deep, table = runs["v1"]["deep"], runs["v1"]["deep table"]
+    assert deep["tokens"] == table["tokens"] == [t[:32] for t in runs["v1"]["chain"]["tokens"]]
+    assert deep["rounds"] == table["rounds"]
+    assert {tuple(layers) for _, _, layers, _ in deep["rounds"]} == {(0, 1, 2, 2, 2)}
+
+
 def test_two_ranks_equal_one(runs) -> None:
     """32 prompts with the vocabulary, the heads and the layers split over two ranks."""
     one, two = runs["v1"]["mtp"]["tokens"][:32], runs["ranks"]["greedy"]["tokens"]

@@ -92,6 +92,11 @@ print(rows.count("active"), rows.count("disabled"))
         ),
         ("expected 0 or 1, got 'yes'", {"MTP_KERNELS_REPEAT_LAST_LAYER": "yes"}),
         (
+            "MTP_KERNELS_DRAFT_VOCAB=ids.txt:32: [Errno 2] No such file",
+            {"MTP_KERNELS_DRAFT_VOCAB": "ids.txt:32"},
+        ),
+        ("expected token ids, got none", {"MTP_KERNELS_DRAFT_VOCAB": os.devnull}),
+        (
             "MTP_KERNELS_ENTRY_TABLE: needs part entry",
             {"MTP_KERNELS_ENTRY_TABLE": "1", "MTP_KERNELS_DISABLE": "entry"},
         ),

@@ -11,6 +11,7 @@ def test_filters_are_where_a_captured_graph_reads_them() -> None:
     """vLLM keeps a request's top_k, top_p and min_p in buffers that take turns."""
     speculator = object.__new__(MtpSpeculator)
     speculator.device, speculator._method = torch.device("cpu"), "standard"
+    speculator._samples_drafts = True
     speculator.idx_mapping = torch.tensor([2, 0, -1, -1])
     speculator.temperature, speculator.seeds = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
     states = {
