@@ -1,11 +1,13 @@
 // The scheduler. Compiled without ThreadSanitizer's instrumentation, so that it sees only what the
-// kernels do and the order that is declared to it here.
+// kernels do and the order that is declared to it here. It does see allocations: a fiber makes
+// none.
 #include "cuda_emulation.h"
 
 #include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -46,34 +48,36 @@ struct Order {
 
 enum class State { ready, in_block_barrier, in_warp_function, exited };
 
+// Of threads at a barrier, or of lanes in a warp function. None can come a second time before all
+// have come once.
+struct Meeting {
+  unsigned mask = 0;  // of lanes
+  unsigned arrived = 0;
+  unsigned round = 0;
+  Order order{};
+  int predicates = 0;
+  Votes votes{};  // of the last round, like published
+  uint64_t words[32]{}, published[32]{};
+};
+
 struct Fiber {
   Self self;
   unsigned index;
   State state;
   Site site;
+  Meeting* meeting = nullptr;
   ucontext_t context;
   void* tsan = nullptr;
 };
 
-// The threads of a barrier that have arrived, and what they brought.
-struct Meeting {
-  std::vector<unsigned> arrived;
-  unsigned round = 0;
-  Order order{};
-  Votes votes{};  // of the last round
-  uint64_t words[32]{}, published[32]{};
-};
-
-struct Warp {
-  std::map<unsigned, Meeting> by_mask;
-};
+constexpr unsigned kMostMasks = 8;  // that the warp functions of one warp use in a launch
 
 struct Block {
   std::vector<Fiber> fibers;
   Meeting barrier;
-  int predicates = 0;
-  std::vector<Warp> warps;
-  std::string error;
+  std::vector<std::array<Meeting, kMostMasks>> warps;
+  Order start{}, finish{};
+  const char* failure = nullptr;  // of the current fiber
   std::unique_ptr<char[]> dynamic;
   void (*body)(void*);
   void* argument;
@@ -91,21 +95,28 @@ void switch_tsan([[maybe_unused]] void* fiber) {
 #endif
 }
 
+// Made once: that takes longer than to run most kernels.
+void* tsan_fiber([[maybe_unused]] unsigned index) {
+#ifdef MTP_TSAN
+  static std::vector<void*> fibers;
+  while (fibers.size() <= index) fibers.push_back(__tsan_create_fiber(0));
+  return fibers[index];
+#else
+  return nullptr;
+#endif
+}
+
 void to_scheduler() {
   Fiber& fiber = *current;
   switch_tsan(block->scheduler_tsan);
   swapcontext(&fiber.context, &block->scheduler);
 }
 
-void wait(State state, const Site& site) {
-  current->state = state;
-  current->site = site;
-  to_scheduler();
-}
-
 void fiber_main() {
+  block->start.acquire(0);
   block->body(block->argument);
   current->state = State::exited;
+  block->finish.release(0);
   to_scheduler();
 }
 
@@ -157,36 +168,43 @@ std::string whereabouts() {
   return text;
 }
 
-void fail_in_scheduler(const std::string& what) {
+constexpr const char* kDivergent = "divergent barrier";
+
+[[noreturn]] void report(const std::string& what) {
   throw std::runtime_error("block " + name_of(block->fibers[0].self.block) + ": " + what);
 }
 
-// Whether this thread was the last to come.
-bool arrive(Meeting& meeting, size_t expected, State state, const Site& site) {
-  current->site = site;
-  meeting.order.release(meeting.round);
-  meeting.arrived.push_back(current->index);
-  if (meeting.arrived.size() < expected) {
-    const unsigned round = meeting.round;
-    wait(state, site);
-    meeting.order.acquire(round);
-    return false;
-  }
-  for (unsigned i : meeting.arrived) {
-    Fiber& fiber = block->fibers[i];
-    if (fiber.site.line() != site.line() || std::strcmp(fiber.site.file_name(), site.file_name())) {
-      current->state = state;
-      block->error = "divergent barrier: " + whereabouts();
-      to_scheduler();
-    }
-  }
-  return true;
+void report_failure() {
+  if (block->failure == kDivergent) report(kDivergent + (": " + whereabouts()));
+  report("thread " + std::to_string(current->index) + " " + block->failure + " at " +
+         place(current->site));
 }
 
-void release_all(Meeting& meeting) {
-  for (unsigned i : meeting.arrived) block->fibers[i].state = State::ready;
-  meeting.arrived.clear();
-  meeting.order.acquire(meeting.round++);
+// Returns when all have come. publish() runs once, in the last of them.
+template <typename Publish>
+void meet(Meeting& meeting, unsigned expected, State state, const Site& site, Publish publish) {
+  const unsigned round = meeting.round;
+  current->state = state;
+  current->site = site;
+  current->meeting = &meeting;
+  meeting.order.release(round);
+  if (++meeting.arrived < expected) {
+    to_scheduler();
+    return meeting.order.acquire(round);
+  }
+  for (Fiber& fiber : block->fibers) {
+    if (fiber.meeting != &meeting) continue;
+    if (fiber.site.line() != site.line() || std::strcmp(fiber.site.file_name(), site.file_name()))
+      fail(kDivergent, site);
+    fiber.state = State::ready;
+  }
+  for (Fiber& fiber : block->fibers)
+    if (fiber.meeting == &meeting) fiber.meeting = nullptr;
+  meeting.order.acquire(round);
+  publish();
+  meeting.order.release(round);
+  meeting.arrived = 0;
+  ++meeting.round;
 }
 
 void start(Fiber& fiber, unsigned index, const Self& self) {
@@ -198,21 +216,19 @@ void start(Fiber& fiber, unsigned index, const Self& self) {
   fiber.context.uc_stack.ss_size = kStack - kGuard;
   fiber.context.uc_link = nullptr;
   makecontext(&fiber.context, fiber_main, 0);
-#ifdef MTP_TSAN
-  fiber.tsan = __tsan_create_fiber(0);
-#endif
+  fiber.tsan = tsan_fiber(index);
 }
 
-void run_block(const dim3& at, const dim3& grid, const dim3& size, Order& finish) {
+void run_block(const dim3& at, const dim3& grid, const dim3& size) {
   const unsigned threads = size.x * size.y * size.z;
   block->fibers.resize(threads);
   block->warps.assign((threads + 31) / 32, {});
   block->barrier = {};
-  block->predicates = 0;
   for (unsigned i = 0; i < threads; ++i) {
     const dim3 thread{i % size.x, i / size.x % size.y, i / size.x / size.y};
     start(block->fibers[i], i, {thread, at, size, grid});
   }
+  block->start.release(0);
   std::vector<unsigned> ready(threads);
   std::iota(ready.begin(), ready.end(), 0u);
   while (!ready.empty()) {
@@ -221,24 +237,16 @@ void run_block(const dim3& at, const dim3& grid, const dim3& size, Order& finish
       current = &block->fibers[i];
       switch_tsan(current->tsan);
       swapcontext(&block->scheduler, &current->context);
-      if (!block->error.empty()) fail_in_scheduler(block->error);
+      if (block->failure) report_failure();
     }
     ready.clear();
     for (const Fiber& fiber : block->fibers)
       if (fiber.state == State::ready) ready.push_back(fiber.index);
   }
   for (const Fiber& fiber : block->fibers)
-    if (fiber.state != State::exited) fail_in_scheduler("deadlock: " + whereabouts());
-  for ([[maybe_unused]] Fiber& fiber : block->fibers) {
-#ifdef MTP_TSAN
-    switch_tsan(fiber.tsan);
-    finish.release(0);
-    switch_tsan(block->scheduler_tsan);
-    __tsan_destroy_fiber(fiber.tsan);
-#else
-    finish.release(0);
-#endif
-  }
+    if (fiber.state != State::exited) report("deadlock: " + whereabouts());
+  // Blocks are ordered: the next one's shared arrays lie where this one's did.
+  block->finish.acquire(0);
 }
 
 }  // namespace
@@ -249,36 +257,38 @@ unsigned lane() { return current->index % 32; }
 void set_seed(uint64_t seed) { random_order.seed(seed); }
 
 void fail(const char* what, const Site& site) {
-  block->error = "thread " + std::to_string(current->index) + " " + what + " at " + place(site);
+  block->failure = what;
+  current->site = site;
   to_scheduler();
   __builtin_unreachable();  // a fiber that has failed is not resumed
 }
 
 Votes block_barrier(bool predicate, const Site& site) {
   Meeting& barrier = block->barrier;
-  const int threads = static_cast<int>(block->fibers.size());
-  block->predicates += predicate;
-  if (arrive(barrier, block->fibers.size(), State::in_block_barrier, site)) {
-    barrier.votes = {block->predicates, threads};
-    block->predicates = 0;
-    release_all(barrier);
-  }
+  const auto threads = static_cast<unsigned>(block->fibers.size());
+  barrier.predicates += predicate;
+  meet(barrier, threads, State::in_block_barrier, site, [&] {
+    barrier.votes = {barrier.predicates, static_cast<int>(threads)};
+    barrier.predicates = 0;
+  });
   return barrier.votes;
 }
 
 const uint64_t* warp_exchange(unsigned mask, uint64_t word, const Site& site) {
+  if (!(mask >> lane() & 1)) fail("is not in the mask of its warp function", site);
+  auto& meetings = block->warps[current->index / 32];
+  Meeting* meeting = meetings.begin();
+  while (meeting != meetings.end() && meeting->mask != mask && meeting->mask) ++meeting;
+  if (meeting == meetings.end()) fail("uses one mask more than the emulation provides for", site);
+  meeting->mask = mask;
+  meeting->words[lane()] = word;
   const unsigned first = current->index / 32 * 32;
   const auto lanes = std::min<unsigned>(32, static_cast<unsigned>(block->fibers.size()) - first);
-  const unsigned there = lanes == 32 ? 0xffffffffu : (1u << lanes) - 1;
-  if (!(mask >> lane() & 1)) fail("is not in the mask of its warp function", site);
-  Meeting& meeting = block->warps[current->index / 32].by_mask[mask];
-  meeting.words[lane()] = word;
-  if (arrive(meeting, static_cast<size_t>(__builtin_popcount(mask & there)),
-             State::in_warp_function, site)) {
-    std::copy(std::begin(meeting.words), std::end(meeting.words), meeting.published);
-    release_all(meeting);
-  }
-  return meeting.published;
+  const unsigned there = lanes == 32 ? mask : mask & ((1u << lanes) - 1);
+  meet(
+      *meeting, static_cast<unsigned>(__builtin_popcount(there)), State::in_warp_function, site,
+      [&] { std::copy(std::begin(meeting->words), std::end(meeting->words), meeting->published); });
+  return meeting->published;
 }
 
 void run(dim3 grid, dim3 size, size_t dynamic_bytes, void (*body)(void*), void* argument) {
@@ -297,14 +307,12 @@ void run(dim3 grid, dim3 size, size_t dynamic_bytes, void (*body)(void*), void* 
   std::vector<uint64_t> order(blocks);
   std::iota(order.begin(), order.end(), uint64_t{0});
   std::shuffle(order.begin(), order.end(), random_order);
-  Order finish{};
   for (uint64_t i : order) {
     launched.dynamic.reset(new char[dynamic_bytes]);
     run_block({static_cast<unsigned>(i % grid.x), static_cast<unsigned>(i / grid.x % grid.y),
                static_cast<unsigned>(i / grid.x / grid.y)},
-              grid, size, finish);
+              grid, size);
   }
-  finish.acquire(0);
 }
 
 }  // namespace cuda_emulation

@@ -6,13 +6,13 @@
 // they reach at different places of the source, and lanes read outside of the mask.
 //
 // AddressSanitizer sees the bounds of every tensor and shared array. ThreadSanitizer knows each
-// fiber as a thread that only barriers, warp functions and atomics order, across blocks too.
+// fiber as a thread that only barriers, warp functions and atomics order with the others.
 //
 // Not covered: tensor cores, TMA, cp.async, clusters and cooperative groups, streams, textures;
-// memory ordering (fences do nothing, atomics are acquire-release); that warps run in lockstep or
-// that blocks run at once; the speed of anything, but for the bytes that __ldg and __stwb move;
-// device math functions, whose last bits may differ. Shared arrays are not undefined at the start
-// of a block, but hold what the block before left.
+// memory ordering (fences do nothing, atomics are acquire-release); races between blocks, but for
+// results that depend on their order; the speed of anything, but for the bytes that __ldg and
+// __stwb move; device math functions, whose last bits may differ. Shared arrays are not undefined
+// at the start of a block, but hold what the block before left.
 #pragma once
 
 #include <cmath>
