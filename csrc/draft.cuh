@@ -11,6 +11,7 @@ constexpr int kAhead = 4;  // loads that a thread has in flight
 // Whether none of count values is below the one before it; for a whole block.
 __device__ inline bool block_ascends(const Ints& starts, int64_t count) {
   bool descends = false;
+#pragma unroll 1  // seldom more than one round
   for (int64_t i = threadIdx.x + 1; i < count; i += kDraftThreads)
     descends |= starts.at(i) < starts.at(i - 1);
   return !__syncthreads_or(descends);

@@ -157,7 +157,7 @@ MTP_HOST_DEVICE inline int64_t row_kv_slot(const DraftPackParams& p, const KvTab
   const int64_t column = position / table.block_size;
   if (column >= table.columns) return -1;
   const int64_t block = table.blocks[b * table.stride + column];
-  return block < 0 ? -1 : block * table.block_size + position % table.block_size;
+  return block < 0 ? -1 : (block - column) * table.block_size + position;
 }
 
 // What is per request; b to M - 1, of which those from B on are not in the round.

@@ -36,8 +36,10 @@ __device__ inline void write_row(const DraftPackParams& p, const KvTables& table
     p.out_ids.set(row, owned ? row_id(p, b, r, i) : 0);
     p.out_positions.set(row, owned ? r.first_position + behind : 0);
   }
+#pragma unroll 1
   for (int64_t axis = threadIdx.x; axis < p.axes; axis += kDraftThreads)
     p.out_rope.set(axis, row, owned ? row_rope(p, axis, r, i) : 0);
+#pragma unroll 1
   for (int64_t group = threadIdx.x; group < p.groups; group += kDraftThreads)
     p.out_kv_slots.set(group, row, owned ? row_kv_slot(p, tables.group[group], b, r, i) : -1);
 }
@@ -49,6 +51,7 @@ __device__ inline void write_beside_rows(const DraftPackParams& p, int64_t b) {
   if (b < p.most_requests)
     write_request(p, b, b < p.requests ? request_rows(p, b, in_order) : RequestRows{});
   if (p.rows + b < p.most_rows)
+#pragma unroll 1
     for (int64_t group = 0; group < p.groups; ++group) p.out_kv_slots.set(group, p.rows + b, -1);
 }
 

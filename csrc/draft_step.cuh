@@ -22,6 +22,7 @@ __device__ inline void take_better(Best& best, float value, int64_t id) {
 __device__ inline int64_t block_best_id(const DraftStepParams& p, int64_t b) {
   __shared__ Best of_warp[kDraftThreads / 32];
   Best best{-INFINITY, kNoId};
+#pragma unroll 1
   for (int64_t s = threadIdx.x; s < p.slices; s += kDraftThreads) {
     const float value = p.values ? p.values[s * p.values_stride + b] : 0.0f;
     take_better(best, value > -INFINITY ? value : -INFINITY, p.ids.at(s, b));  // NaN: the lowest
@@ -41,9 +42,11 @@ __device__ inline int64_t block_best_id(const DraftStepParams& p, int64_t b) {
 __device__ inline void remember(const DraftStepParams& p, const StepRows& r) {
   const DraftMemory& m = p.memory;
   const int64_t count = kept_rows(p, r), start = r.last + 1 - count;
+#pragma unroll 1
   for (int64_t i = threadIdx.x; i < count; i += kDraftThreads) {
     const int64_t kept = m.past - count + i;
     m.kept_ids[r.slot * m.past + kept] = p.input_ids.at(start + i);
+#pragma unroll 1
     for (int64_t axis = 0; axis < p.axes; ++axis)
       m.kept_rope[(r.slot * p.axes + axis) * m.past + kept] = p.rope.at(axis, start + i);
   }
@@ -54,23 +57,24 @@ __device__ inline void remember(const DraftStepParams& p, const StepRows& r) {
 }
 
 // Moves the ids of a request up by one row, and feeds the last.
-__device__ inline void rotate(const OutInts& input_ids, const StepRows& r, int64_t fed) {
+template <typename Id>
+__device__ inline void rotate(Id* input_ids, const StepRows& r, int64_t fed) {
   for (int64_t start = r.first; start < r.last; start += kAhead * kDraftThreads) {
-    int64_t id[kAhead] = {};
+    Id id[kAhead] = {};
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int64_t row = start + j * kDraftThreads + threadIdx.x;
-      if (row < r.last) id[j] = input_ids.at(row + 1);
+      if (row < r.last) id[j] = input_ids[row + 1];
     }
     __syncthreads();  // all have read, here and in remember, before any writes
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int64_t row = start + j * kDraftThreads + threadIdx.x;
-      if (row < r.last) input_ids.set(row, id[j]);
+      if (row < r.last) input_ids[row] = id[j];
     }
   }
   __syncthreads();  // of one row only: it has been remembered by now
-  if (threadIdx.x == 0) input_ids.set(r.last, fed);
+  if (threadIdx.x == 0) input_ids[r.last] = static_cast<Id>(fed);
 }
 
 inline unsigned draft_step_blocks(const DraftStepParams& p) {
@@ -97,7 +101,10 @@ __global__ void __launch_bounds__(kDraftThreads)
   if (p.step == m.past) return;
   const int64_t fed = fed_id(p, b, drafted);
   if (threadIdx.x == 0 && r.slot >= 0) m.assumed[r.slot * m.past + p.step] = fed;
-  rotate(p.input_ids, r, fed);
+  if (p.input_ids.are_int64)
+    rotate(static_cast<int64_t*>(p.input_ids.data), r, fed);
+  else
+    rotate(static_cast<int32_t*>(p.input_ids.data), r, fed);
 }
 
 }  // namespace mtp

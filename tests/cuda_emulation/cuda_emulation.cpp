@@ -108,6 +108,7 @@ void* tsan_fiber([[maybe_unused]] unsigned index) {
 
 void to_scheduler() {
   Fiber& fiber = *current;
+  block->finish.release(0);  // it may not be resumed
   switch_tsan(block->scheduler_tsan);
   swapcontext(&fiber.context, &block->scheduler);
 }
@@ -116,7 +117,6 @@ void fiber_main() {
   block->start.acquire(0);
   block->body(block->argument);
   current->state = State::exited;
-  block->finish.release(0);
   to_scheduler();
 }
 
@@ -171,6 +171,7 @@ std::string whereabouts() {
 constexpr const char* kDivergent = "divergent barrier";
 
 [[noreturn]] void report(const std::string& what) {
+  block->finish.acquire(0);
   throw std::runtime_error("block " + name_of(block->fibers[0].self.block) + ": " + what);
 }
 

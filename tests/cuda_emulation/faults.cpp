@@ -31,6 +31,12 @@ __global__ void copy(const float* in, float* out, int64_t n) {
   for (int64_t i = threadIdx.x; i < n; i += kThreads) __stwb(out + i, __ldg(in + i));
 }
 
+// Reads 16 bytes from where a float is.
+__global__ void misaligned(const float* in, float* out, int64_t i) {
+  const float4 x = __ldg(reinterpret_cast<const float4*>(in + i));
+  out[threadIdx.x] = x.x;
+}
+
 __global__ void read_past_shared(float* out, int64_t i) {
   __shared__ float shared[kThreads];
   shared[threadIdx.x] = 1;
@@ -70,12 +76,12 @@ __global__ void half_a_warp(float* out) {
   out[threadIdx.x] = x;
 }
 
-// Each block writes all of out; atomically, or not.
-__global__ void all_blocks_write(float* out, bool atomic) {
+// All threads add to the same element; atomically, or not.
+__global__ void add_up(float* out, bool atomic) {
   if (atomic)
-    atomicAdd(&out[threadIdx.x], 1.0f);
+    atomicAdd(out, 1.0f);
   else
-    out[threadIdx.x] = 1;
+    *out += 1;
 }
 
 // In out[i]: how many of this test's expectations thread i sees fail.
@@ -142,6 +148,8 @@ extern "C" __attribute__((visibility("default"))) int emulation_run(const char* 
       launch(sums, one, threads, 0, in, out, n, false);
     else if (name == "copy")
       launch(copy, one, threads, 0, in, out, n);
+    else if (name == "misaligned")
+      launch(misaligned, one, threads, 0, in, out, n);
     else if (name == "read_past_shared")
       launch(read_past_shared, one, threads, 0, out, n);
     else if (name == "read_past_dynamic")
@@ -154,10 +162,10 @@ extern "C" __attribute__((visibility("default"))) int emulation_run(const char* 
       launch(lane_outside_of_mask, one, threads, 0, out);
     else if (name == "half_a_warp")
       launch(half_a_warp, one, threads, 0, out);
-    else if (name == "all_blocks_write")
-      launch(all_blocks_write, dim3{3}, threads, 0, out, false);
-    else if (name == "all_blocks_add")
-      launch(all_blocks_write, dim3{3}, threads, 0, out, true);
+    else if (name == "add_up")
+      launch(add_up, dim3{3}, threads, 0, out, true);
+    else if (name == "add_up_without_atomic")
+      launch(add_up, dim3{3}, threads, 0, out, false);
     else if (name == "everything")
       launch(everything, dim3{3, 2}, threads, bytes, out);
     else if (name == "arrivals")
