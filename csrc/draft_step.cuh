@@ -73,7 +73,7 @@ __device__ inline void rotate(Id* input_ids, const StepRows& r, int64_t fed) {
       if (row < r.last) input_ids[row] = id[j];
     }
   }
-  __syncthreads();  // of one row only: it has been remembered by now
+  // Who has read the last row waited above; of one row only, it was this thread, in remember.
   if (threadIdx.x == 0) input_ids[r.last] = static_cast<Id>(fed);
 }
 

@@ -94,12 +94,15 @@ def run(kernel: str, x: torch.Tensor, n: int | None = None) -> torch.Tensor:
 
 
 def preload(sanitizer: str) -> dict[str, str]:
-    """The environment of a process that tests with a sanitizer; the first report ends it."""
+    """The environment of a process that tests with a sanitizer; the first report ends it.
+
+    FileNotFoundError where the compiler has no such runtime.
+    """
     runtime = {"address": "libasan.so", "thread": "libtsan.so"}[sanitizer]
 
     def found(name: str) -> str:
         command = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
-        return str(Path(subprocess.check_output(command, text=True).strip()).resolve())
+        return str(Path(subprocess.check_output(command, text=True).strip()).resolve(strict=True))
 
     return {
         "MTP_EMULATION": sanitizer,
