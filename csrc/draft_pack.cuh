@@ -1,6 +1,7 @@
 // Device code of draft_pack: one launch, a block per row, and some for what is per request. Every
 // block works out its request's window anew, from a dozen integers that nobody writes in this
-// launch, so blocks need not wait for each other. Compiled, not yet run: no GPU was at hand.
+// launch, so blocks need not wait for each other. Compiled, not yet run: no GPU was at hand. The
+// tests run it as host code, in tests/cuda_emulation.
 #pragma once
 
 #include "draft.cuh"

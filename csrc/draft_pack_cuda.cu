@@ -1,4 +1,5 @@
-// Host side of draft_pack on CUDA; contract and reference: mtp_kernels/ops/draft_pack.py.
+// Host side of draft_pack on CUDA. Compiled, not yet run: no GPU was at hand. Contract and
+// reference: mtp_kernels/ops/draft_pack.py.
 #include "cuda_host.h"
 #include "draft_args.h"
 #include "draft_pack.cuh"

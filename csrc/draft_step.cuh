@@ -1,6 +1,7 @@
 // Device code of draft_step: one launch, a block per request; in step 0 also one per hidden state
 // that is remembered. What two blocks of a request read, its row range and its slot, nobody writes
-// in this launch. Compiled, not yet run: no GPU was at hand.
+// in this launch. Compiled, not yet run: no GPU was at hand. The tests run it as host code, in
+// tests/cuda_emulation.
 #pragma once
 
 #include <cmath>
