@@ -71,7 +71,7 @@ doctor: env  ## versions, instruction sets, kernels per op, what is patched in v
 lint: env  ## ruff and clang-format
 	@ruff check .
 	@ruff format --check .
-	@clang-format -n -Werror $$(git ls-files 'csrc/*')
+	@clang-format -n -Werror $$(git ls-files 'csrc/*' 'tests/*.h' 'tests/*.cpp')
 
 clean:  ## remove environments and everything built
 	rm -rf $(VENV) $(EVAL_VENV) build dist *.egg-info mtp_kernels/_C*.so .pytest_cache .ruff_cache

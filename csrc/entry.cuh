@@ -1,5 +1,6 @@
 // Device code of entry's first stage. Raw pointers, no torch header. Compiled for every listed
-// architecture, run on none of them so far: no GPU was at hand.
+// architecture, run on none of them so far: no GPU was at hand. The tests run it as host code, in
+// tests/cuda_emulation.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -4,6 +4,12 @@
 
 #include <cstdint>
 
+#ifdef __CUDACC__
+#define MTP_HOST_DEVICE __host__ __device__
+#else
+#define MTP_HOST_DEVICE
+#endif
+
 namespace mtp {
 
 enum class DType { bf16, fp16, fp32 };

@@ -1,7 +1,7 @@
 """draft_pack and draft_step: the cases they must not fail, on every implementation.
 
-In a process with TRITON_INTERPRET=1 this file tests the Triton kernels, else the reference and the
-CPU kernels; one of its tests starts such a process.
+In a process with TRITON_INTERPRET=1 this file tests the Triton kernels, else the reference, the CPU
+kernels and the CUDA kernels in the emulation; one of its tests starts such a process.
 """
 
 import copy
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import emulation
 import pytest
 import torch
 from torch import Tensor
@@ -27,13 +28,15 @@ from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers, row_capacity
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PATHS = ["triton"] if INTERPRETED else ["reference", "cpu"]
+PATHS = ["triton"] if INTERPRETED else ["reference", "cpu", "emulation"]
 K, HIDDEN, MOST_REQUESTS, MOST_ROWS = 3, 8, 66, 400
 
 
 def implementation(path: str, op: str) -> Callable[..., None]:
     if path == "triton":
         return getattr(importlib.import_module(f"mtp_kernels.kernels.{op}"), op)
+    if path == "emulation":
+        return emulation.op(op)
     module = getattr(ops, op)
     return getattr(module, op) if path == "reference" else module.OP
 
@@ -643,27 +646,28 @@ def test_bad_arguments_are_named(path: str, op: str, name: str, value: Any, word
     assert messages[0] == messages[1]
 
 
-# ---- Triton -------------------------------------------------------------------------------------
+# ---- CUDA kernels -------------------------------------------------------------------------------
 
 ROWS = [("draft_pack", row) for row in cases.DRAFT_PACK_ROWS]
 ROWS += [("draft_step", row) for row in cases.DRAFT_STEP_ROWS]
 
-if INTERPRETED:
 
-    @pytest.mark.parametrize("op, row", ROWS, ids=[f"{op}-{row.id}" for op, row in ROWS])
-    def test_triton_equals_the_reference(op: str, row: cases.DraftRow) -> None:
-        """What is written, and in the whole of its storage."""
-        inputs = [getattr(cases, f"{op}_inputs")(row) for _ in range(2)]
-        for path, x in zip(("triton", "reference"), inputs, strict=True):
-            implementation(path, op)(**x)
-        for argument in getattr(torch.ops.mtp_kernels, op).default._schema.arguments:
-            got, want = (x.get(argument.name) for x in inputs)
-            if argument.is_write and got is not None:
-                same(
-                    *(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()) for x in (got, want))
-                )
+@pytest.mark.parametrize("op, row", ROWS, ids=[f"{op}-{row.id}" for op, row in ROWS])
+@pytest.mark.parametrize("by", ["triton"] if INTERPRETED else ["emulation"])
+def test_equals_the_reference(by: str, op: str, row: cases.DraftRow) -> None:
+    """What is written, and in the whole of its storage. (Of the CPU kernels: test_ops.py.)"""
+    inputs = [getattr(cases, f"{op}_inputs")(row) for _ in range(2)]
+    for path, x in zip((by, "reference"), inputs, strict=True):
+        implementation(path, op)(**x)
+    for argument in getattr(torch.ops.mtp_kernels, op).default._schema.arguments:
+        got, want = (x.get(argument.name) for x in inputs)
+        if argument.is_write and got is not None:
+            same(*(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()) for x in (got, want)))
 
-else:
+
+# ---- Triton -------------------------------------------------------------------------------------
+
+if not INTERPRETED:
 
     def test_triton_in_its_interpreter() -> None:
         """All tests of this file that an implementation can pass or fail."""

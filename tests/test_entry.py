@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import cases
+import emulation
 import pytest
 import torch
 from torch import Tensor
@@ -17,20 +18,30 @@ from mtp_kernels.ops import pack_projection
 entry = torch.ops.mtp_kernels.entry.default
 DTYPES = [cases.BF16, cases.FP16, cases.FP32]
 
-# Every CPU path, and the reference, which is also the fallback of other devices.
-PATHS = [*cases.CPU_ISAS, "reference"]
+# Every CPU path; the reference, which is also the fallback of other devices; the CUDA kernel.
+PATHS = [*cases.CPU_ISAS, "reference", "emulation"]
 
 
 @pytest.fixture(params=PATHS)
 def run(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
     if request.param == "reference":
         return entry_op.entry
+    if request.param == "emulation":
+        return emulated
 
     def on_isa(**inputs: Any) -> Tensor:
         with cases.cpu_isa(request.param):
             return entry(**inputs)
 
     return on_isa
+
+
+def emulated(**inputs: Any) -> Tensor:
+    if inputs.get("strict_ids") or inputs["proj_weight"].dim() == 4:
+        with pytest.raises(RuntimeError, match="on CUDA"):
+            emulation.op("entry")(**inputs)
+        pytest.skip("not on CUDA")
+    return emulation.op("entry")(**inputs)
 
 
 def inputs_of(*features: str, dtype: torch.dtype = cases.BF16, tokens: int | None = 7) -> dict:
@@ -385,7 +396,11 @@ BAD = [  # what is changed in a good call with T = 7, H = 32, H_out = 48; the me
 
 
 @pytest.mark.parametrize("change, message", BAD, ids=[message for _, message in BAD])
-@pytest.mark.parametrize("call", [entry, entry_op.entry], ids=["op", "reference"])
+@pytest.mark.parametrize(
+    "call",
+    [entry, entry_op.entry, emulation.op("entry")],
+    ids=["op", "reference", "emulation"],
+)
 def test_bad_input_is_named(call: Callable[..., Tensor], change: dict, message: str) -> None:
     with pytest.raises(RuntimeError) as error:
         call(**inputs_of() | change)

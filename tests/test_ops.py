@@ -32,10 +32,10 @@ class Op(NamedTuple):
 
 OPS = {
     "draft_pack": Op(
-        pack_op.OP, pack_op.draft_pack, cases.DRAFT_PACK_ROWS, cases.draft_pack_inputs, "triton"
+        pack_op.OP, pack_op.draft_pack, cases.DRAFT_PACK_ROWS, cases.draft_pack_inputs, "compiled"
     ),
     "draft_step": Op(
-        step_op.OP, step_op.draft_step, cases.DRAFT_STEP_ROWS, cases.draft_step_inputs, "triton"
+        step_op.OP, step_op.draft_step, cases.DRAFT_STEP_ROWS, cases.draft_step_inputs, "compiled"
     ),
     "entry": Op(entry_op.OP, entry_op.entry, cases.ENTRY_ROWS, cases.entry_inputs, "compiled"),
     "entry_embed": Op(

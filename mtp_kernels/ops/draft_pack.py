@@ -213,7 +213,7 @@ def _check(
     kept_rope: Tensor | None,
     out_rope: Tensor | None,
 ) -> None:
-    """The checks of csrc/draft_pack_cpu.cpp, with the same messages."""
+    """The checks of csrc/draft_args.h, with the same messages."""
     expect = Expect("draft_pack", slots)
     expect.that(assumed.dim() == 2, f"assumed expected shape [S, K - 1], got {list(assumed.shape)}")
     num_requests, past, num_targets = slots.numel(), assumed.shape[1], target_ids.numel()
@@ -304,7 +304,7 @@ def check_memory(
     end: Tensor,
     assumed: Tensor,
 ) -> None:
-    """What draft_pack reads and draft_step writes, per slot; csrc/draft.h says the same."""
+    """What draft_pack reads and draft_step writes, per slot; csrc/draft_args.h says the same."""
     num_slots = end.numel()
     expect.that(num_slots >= 1, "end expected at least one slot, got none")
     contiguous(expect, "kept_ids", kept_ids, torch.int64, num_slots, past)

@@ -128,7 +128,7 @@ def _check(
     rope: Tensor | None,
     kept_rope: Tensor | None,
 ) -> None:
-    """The checks of csrc/draft_step_cpu.cpp, with the same messages."""
+    """The checks of csrc/draft_args.h, with the same messages."""
     expect = Expect("draft_step", ids)
     ok = ids.dim() == 2 and ids.shape[0] >= 1 and (values is not None or ids.shape[0] == 1)
     wanted = "[1, B]" if values is None else "[S >= 1, B]"

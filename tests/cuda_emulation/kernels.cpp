@@ -1,0 +1,49 @@
+// The device code of the ops, compiled as host code; and what Python asks of the emulation.
+#include "kernels.h"
+
+#include "cuda_emulation.h"
+#include "draft_pack.cuh"
+#include "draft_step.cuh"
+#include "entry.cuh"
+
+namespace mtp {
+
+void emulate_draft_pack(const DraftPackParams& p, const KvTables& tables) {
+  cuda_emulation::launch(draft_pack_kernel, dim3{draft_pack_blocks(p)}, dim3{kDraftThreads}, 0, p,
+                         tables);
+}
+
+void emulate_draft_step(const DraftStepParams& p) {
+  cuda_emulation::launch(draft_step_kernel, dim3{draft_step_blocks(p)}, dim3{kDraftThreads}, 0, p);
+}
+
+void emulate_entry(const EntryParams& p) {
+  const auto launch = [&](auto kernel) {
+    cuda_emulation::launch(kernel, dim3{static_cast<unsigned>(p.rows)}, dim3{kEntryThreads}, 0, p);
+  };
+  switch (p.dtype) {
+    case DType::bf16:
+      return launch(entry_norm_kernel<__nv_bfloat16>);
+    case DType::fp16:
+      return launch(entry_norm_kernel<__half>);
+    case DType::fp32:
+      return launch(entry_norm_kernel<float>);
+  }
+}
+
+}  // namespace mtp
+
+// For Python.
+#pragma GCC visibility push(default)
+extern "C" {
+
+void emulation_seed(uint64_t seed) { cuda_emulation::set_seed(seed); }
+
+// Bytes moved since the last call.
+void emulation_traffic(uint64_t* read, uint64_t* written) {
+  *read = cuda_emulation::traffic.read;
+  *written = cuda_emulation::traffic.written;
+  cuda_emulation::traffic = {};
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,13 @@
+// Launches of the ops' kernels in the emulation.
+#pragma once
+
+#include "draft.h"
+#include "entry.h"
+
+namespace mtp {
+
+void emulate_draft_pack(const DraftPackParams& p, const KvTables& tables);
+void emulate_draft_step(const DraftStepParams& p);
+void emulate_entry(const EntryParams& p);
+
+}  // namespace mtp

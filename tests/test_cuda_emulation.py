@@ -1,0 +1,216 @@
+"""The CUDA kernels on CPU tensors, in an emulation, under sanitizers; and what that would find.
+
+Tests of other files whose ids hold "emulation" run the ops' CUDA kernels too. The sanitizer jobs
+here run all of them again in processes of their own.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import cases
+import emulation
+import pytest
+import torch
+
+from mtp_kernels import ops
+
+TESTS = Path(__file__).parent
+
+
+def draft_row(op: str, id: str) -> cases.DraftRow:
+    rows = {"draft_pack": cases.DRAFT_PACK_ROWS, "draft_step": cases.DRAFT_STEP_ROWS}[op]
+    return next(row for row in rows if row.id == id)
+
+
+# ---- The emulation itself -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_function_of_the_emulation(seed: int) -> None:
+    emulation.seed(seed)
+    assert not emulation.run("everything", torch.zeros(64)).any()
+    x = torch.arange(256.0)
+    assert torch.equal(emulation.run("sums", x), x.view(4, 64).sum(1).repeat_interleave(64))
+    assert emulation.run("add_up", x)[0] == 3 * 64
+
+
+def test_threads_come_in_the_order_of_the_seed() -> None:
+    orders = []
+    for seed in (1, 2, 1):
+        emulation.seed(seed)
+        orders.append(emulation.run("arrivals", torch.zeros(64)).int().tolist())
+    assert orders[0] == orders[2] != orders[1] and sorted(orders[1]) == list(range(64))
+
+
+@pytest.mark.parametrize(
+    "kernel, words",
+    [
+        (
+            "some_skip_the_barrier",
+            r"deadlock: threads 40-63 have exited; threads 0-39 wait in a barrier at faults.cpp:",
+        ),
+        (
+            "two_barriers",
+            r"divergent barrier: threads 0-39 wait in a barrier at faults.cpp:(\d+); "
+            r"threads 40-63 wait in a barrier at faults.cpp:(?!\1)\d+",
+        ),
+        (
+            "half_a_warp",
+            "deadlock: threads 16-31, 48-63 have exited; threads 0-15, 32-47 wait in a warp",
+        ),
+        ("lane_outside_of_mask", r"thread \d reads a lane that is not in the mask at faults.cpp"),
+    ],
+)
+def test_divergence_is_an_error_that_names_the_threads(kernel: str, words: str) -> None:
+    with pytest.raises(RuntimeError, match=rf"^block \(0, 0, 0\): {words}"):
+        emulation.run(kernel, torch.zeros(64))
+    assert not emulation.run("everything", torch.zeros(64)).any()  # the next launch is sound
+
+
+def test_bytes_are_counted() -> None:
+    x = torch.arange(100.0)
+    emulation.traffic()
+    assert torch.equal(emulation.run("copy", x), x)
+    assert emulation.traffic() == (400, 400)
+
+
+# ---- The ops ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in cases.ENTRY_ROWS if "packed" not in row.features], ids=lambda row: row.id
+)
+def test_entry_matches_the_reference(row: cases.EntryRow) -> None:
+    for seed in range(3):
+        inputs = cases.entry_inputs(row, seed)
+        rtol, atol = cases.TOLERANCES[row.dtype]
+        got, want = emulation.op("entry")(**inputs), ops.entry.entry(**inputs)
+        torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("op", ["draft_pack", "draft_step"])
+def test_the_order_of_threads_and_blocks_does_not_show(op: str) -> None:
+    row = draft_row(op, "bf16-all")
+    left = []
+    for seed in range(5):
+        emulation.seed(seed)
+        inputs = getattr(cases, f"{op}_inputs")(row)
+        emulation.op(op)(**inputs)
+        left.append({name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)})
+    for other in left[1:]:
+        torch.testing.assert_close(other, left[0], rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_hidden_state_is_moved_once() -> None:
+    """draft_pack writes each row, and reads it if it is used; draft_step moves what it keeps."""
+    inputs = cases.draft_pack_inputs(draft_row("draft_pack", "bf16"))
+    row_bytes = inputs["out_hidden"][0].nbytes
+    emulation.traffic()
+    emulation.op("draft_pack")(**inputs)
+    used = inputs["out_hidden"][: inputs["num_rows"]].any(1).sum().item()
+    assert emulation.traffic() == (used * row_bytes, inputs["num_rows"] * row_bytes)
+    inputs = cases.draft_step_inputs(draft_row("draft_step", "bf16"))
+    emulation.op("draft_step")(**inputs)
+    kept = inputs["num_kept"][inputs["slots"][:5]].sum().item()
+    assert emulation.traffic() == (kept * row_bytes, kept * row_bytes)
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_nothing_behind_the_last_row_is_read(drafts: int) -> None:
+    """Buffers that end with the last row of the last request."""
+    row = cases.DraftRow("", cases.BF16, 4, drafts, 8, frozenset({"rope"}))
+    inputs = [cases.draft_step_inputs(row) for _ in range(2)]
+    rows = int(inputs[0]["last_row"].max()) + 1
+    for x, call in zip(
+        inputs, (emulation.op("draft_step"), ops.draft_step.draft_step), strict=True
+    ):
+        for name in ("input_ids", "positions", "hidden"):
+            x[name] = x[name][:rows].clone()
+        x["rope"] = x["rope"][:, :rows].clone()
+        call(**x)
+    torch.testing.assert_close(*inputs, rtol=0, atol=0)
+
+
+def test_more_kv_groups_than_a_kernel_takes_are_refused() -> None:
+    inputs = cases.draft_pack_inputs(draft_row("draft_pack", "bf16-kv"))
+    inputs["block_tables"] = inputs["block_tables"][:1] * 33
+    inputs["block_sizes"] = [16] * 33
+    inputs["out_kv_slots"] = inputs["out_kv_slots"][:1].repeat(33, 1)
+    with pytest.raises(RuntimeError, match="block_tables expected at most 32 on CUDA, got 33"):
+        emulation.op("draft_pack")(**inputs)
+
+
+# ---- In other processes -------------------------------------------------------------------------
+
+if not emulation.SANITIZER:
+
+    def sanitized(sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        try:
+            env = emulation.preload(sanitizer)
+        except FileNotFoundError as missing:
+            pytest.skip(f"no sanitizer: {missing}")
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=os.environ | env | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+
+    @pytest.mark.parametrize("sanitizer", ["address", "thread"])
+    def test_kernels_under_a_sanitizer(sanitizer: str) -> None:
+        """All tests that run a CUDA kernel; "address" is with UndefinedBehaviorSanitizer."""
+        files = [Path(__file__), TESTS / "test_draft_ops.py", TESTS / "test_entry.py"]
+        # Without capture: a report ends the process before captured output is shown.
+        options = ["-q", "-s", "-k", "emulation", "-p", "no:cacheprovider"]
+        run = sanitized(sanitizer, "-m", "pytest", *options, *map(str, files))
+        output = run.stdout[-6000:] + run.stderr[-6000:]
+        assert run.returncode == 0, output
+        assert int(re.findall(r"(\d+) passed", output)[0]) >= 150, output
+
+    @pytest.mark.parametrize(
+        "sanitizer, kernel, n, words",
+        [
+            ("address", "copy", 65, "heap-buffer-overflow.*copy"),
+            ("address", "misaligned", 1, "misaligned address.*misaligned"),
+            ("address", "read_past_shared", 1, "index 64 out of bounds for type 'float \\[64\\]'"),
+            ("address", "read_past_dynamic", 1, "heap-buffer-overflow.*read_past_dynamic"),
+            ("thread", "sums_without_barrier", 128, "data race.*block_sum"),
+            ("thread", "add_up_without_atomic", 64, "data race.*add_up"),
+        ],
+    )
+    def test_a_planted_fault_is_found(sanitizer: str, kernel: str, n: int, words: str) -> None:
+        code = f"import emulation, torch; emulation.run('{kernel}', torch.zeros({{}}), {n})"
+        run = sanitized(sanitizer, "-c", code.format(n // 64 * 64 or 64))
+        assert run.returncode != 0
+        assert re.search(words, run.stderr, re.DOTALL), run.stderr[-3000:]
+
+    @pytest.mark.parametrize("arch", [80, 90, 100])
+    def test_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
+        """By nvcc, with warnings as errors; hidden states move 16 bytes at a time."""
+        nvcc = shutil.which("nvcc")
+        if nvcc is None:
+            pytest.skip("no nvcc")
+        source, cubin = tmp_path / "kernels.cu", tmp_path / "kernels.cubin"
+        source.write_text(
+            '#include "draft_pack.cuh"\n#include "draft_step.cuh"\n#include "entry.cuh"\n'
+            "template __global__ void mtp::entry_norm_kernel<__nv_bfloat16>(mtp::EntryParams);\n"
+            "template __global__ void mtp::entry_norm_kernel<__half>(mtp::EntryParams);\n"
+            "template __global__ void mtp::entry_norm_kernel<float>(mtp::EntryParams);\n"
+        )
+        command = [nvcc, "-std=c++17", "-O3", "-cubin", f"-arch=sm_{arch}", "-Werror=all-warnings"]
+        include = f"-I{TESTS.parent / 'csrc'}"
+        subprocess.run([*command, include, str(source), "-o", str(cubin)], check=True)
+        import triton
+
+        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+        show = [[tools / "cuobjdump", flag, cubin] for flag in ("-res-usage", "-sass")]
+        usage, sass = (subprocess.check_output(command, text=True) for command in show)
+        assert re.findall("(?:STACK|LOCAL):([0-9]+)", usage) == ["0", "0"] * 5, usage
+        for kernel in ("draft_pack_kernel", "draft_step_kernel"):
+            (code,) = (part for part in sass.split("Function : ") if kernel in part.split()[0])
+            assert "LDG.E.128" in code and "STG.E.128" in code
