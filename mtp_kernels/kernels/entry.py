@@ -1,19 +1,22 @@
-"""What the entry ops share: finding a token's row, norms of a row, and the projection.
+"""entry in one launch; and what the entry ops share: a token's row, its norms, the projection.
 
-Norms have a launch of their own, a program per row, before one launch projects by all layers: so a
-norm is not repeated by every program that multiplies the row, and what is multiplied reaches the
-tensor cores by asynchronous copies. The references in ops/entry*.py are the definition.
+entry multiplies rows that are not normed yet by their gain only, sums their squares on the way, and
+scales the sums of products afterwards. A halves' op has norms in a launch of their own, a program
+per row, before one launch projects by all layers: so a norm is not repeated by every program that
+multiplies the row. The references in ops/entry*.py are the definition.
 """
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mtp_kernels.kernels import dot
-from mtp_kernels.kernels.draft_pack import matrix
+from mtp_kernels.kernels.draft_pack import matrix, on_device
+from mtp_kernels.ops import entry as definition
 
 
 class Lookup(NamedTuple):
@@ -39,23 +42,32 @@ def lookup_of(
 
 
 @triton.jit
-def find_row(lookup, t, size):
-    """Where the row of token t begins, and how long it is: 0 for a zero embedding."""
+def find_row(lookup, t, size, is_token=None):
+    """Where the row of token t begins, and how long it is: 0 for a zero embedding.
+
+    t: a token, or many of them, of which those where is_token may be read.
+    """
     row = t
     known = t >= 0
+    if is_token is not None:
+        known = known & is_token
     if lookup.ids is not None:
-        id = tl.load(lookup.ids + t).to(tl.int64)
+        id = tl.load(lookup.ids + t, mask=is_token).to(tl.int64)
         row = id - lookup.vocab_start
-        known = (id >= lookup.vocab_start) & (row < lookup.vocab_rows)
+        known = known & (id >= lookup.vocab_start) & (row < lookup.vocab_rows)
     if lookup.positions is not None:
-        known = known & (tl.load(lookup.positions + t) != 0)
+        known = known & (tl.load(lookup.positions + t, mask=is_token) != 0)
     return lookup.table + tl.where(known, row, 0) * lookup.stride, tl.where(known, size, 0)
 
 
 @triton.jit
 def norm_scale(squares, size, eps):
+    return inverse_root(tl.sum(squares) / size + eps)
+
+
+@triton.jit
+def inverse_root(mean):
     """Zero for an all-zero row, which stays zero also with eps 0."""
-    mean = tl.sum(squares) / size + eps
     return tl.where(mean == 0, 0.0, tl.rsqrt(mean))
 
 
@@ -151,3 +163,294 @@ def row_config(size: int) -> dict[str, Any]:
 # on their way.
 _SKINNY = {"BLOCK_T": 16, "BLOCK_V": 32, "BLOCK_K": 128, "num_warps": 4, "num_stages": 5}
 _WIDE = {"BLOCK_T": 64, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+
+
+# ---- entry ---------------------------------------------------------------------------------------
+
+
+class Norm(NamedTuple):
+    gain: Any
+    eps: Any
+
+
+@triton.jit
+def _gain(norm, k, size, CENTERED: tl.constexpr):
+    gain = tl.load(norm.gain + k, mask=k < size, other=0.0).to(tl.float32)
+    return 1.0 + gain if CENTERED else gain
+
+
+@triton.jit
+def _operand(x, dtype: tl.constexpr):
+    """fp32 as a factor of a product of the model dtype.
+
+    What is not normed yet can leave float16's range, but not that of TF32, which has as many bits.
+    """
+    if dtype == tl.float16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -8192  # to 10 bits of mantissa, ties to even
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def _half(row, known, first_norm, norm, weight, is_row, size, CENTERED: tl.constexpr,
+          WEIGHTS_FIRST: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Half of the projection @ the norm of x, or the norms, of [BT] x [BV]: in one pass over x.
+
+    row: [BT], where a token's x begins; weight: [BV], where a row's half begins.
+    """
+    dtype: tl.constexpr = row.dtype.element_ty
+    precision: tl.constexpr = "tf32" if dtype == tl.float16 else "ieee"
+    if WEIGHTS_FIRST:
+        total = tl.zeros((weight.shape[0], row.shape[0]), tl.float32)
+    else:
+        total = tl.zeros((row.shape[0], weight.shape[0]), tl.float32)
+    squares = tl.zeros((row.shape[0], BLOCK_K), tl.float32)
+    first_squares = squares
+    for start in range(0, size, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < size)[None, :]
+        w = tl.load(weight[:, None] + k[None, :], mask=is_row[:, None] & inside, other=0.0)
+        x = tl.load(row[:, None] + k[None, :], mask=known[:, None] & inside, other=0.0)
+        x = x.to(tl.float32)
+        if first_norm is not None:
+            first_squares += x * x
+            x = x * _gain(first_norm, k, size, CENTERED)[None, :]
+        squares += x * x
+        x = _operand(x * _gain(norm, k, size, CENTERED)[None, :], dtype)
+        w = w.to(x.dtype)
+        if WEIGHTS_FIRST:
+            total = tl.dot(w, tl.trans(x), total, input_precision=precision)
+        else:
+            total = tl.dot(x, tl.trans(w), total, input_precision=precision)
+    mean = tl.sum(squares, 1) / size
+    scale = 1.0
+    if first_norm is not None:
+        scale = inverse_root(tl.sum(first_squares, 1) / size + first_norm.eps)
+        mean = mean * scale * scale
+    scale = scale * inverse_root(mean + norm.eps)
+    return total * (scale[None, :] if WEIGHTS_FIRST else scale[:, None])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def entry_kernel(
+    hidden,
+    lookup,
+    embed_norm,
+    enorm,
+    hnorm,
+    weight,
+    bias,
+    out,
+    partial,
+    arrivals,
+    num_tokens,
+    size,
+    out_features,
+    CENTERED: tl.constexpr,
+    HIDDEN_FIRST: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Grid (blocks of tokens, blocks of outputs, 1), neighbours read the same weights.
+
+    Or, with partial and arrivals, (1, blocks of outputs, 2): a program per half, and the later one
+    adds both, to the same bits in either order. arrivals: even between launches.
+    """
+    tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(1).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
+    part = tl.program_id(2)
+    is_token, is_row = tokens < num_tokens, rows < out_features
+    begin = weight.data + rows * weight.stride
+    embed_begin = begin + size if HIDDEN_FIRST else begin
+    hidden_begin = begin if HIDDEN_FIRST else begin + size
+    if WEIGHTS_FIRST:
+        inside = is_row[:, None] & is_token[None, :]
+        places = tokens[None, :] * out_features + rows[:, None]
+        value = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
+    else:
+        inside = is_token[:, None] & is_row[None, :]
+        places = tokens[:, None] * out_features + rows[None, :]
+        value = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    if partial is None or part == 0:
+        row, length = find_row(lookup, tokens, size, is_token)
+        value = _half(row, length > 0, embed_norm, enorm, embed_begin, is_row, size, CENTERED,
+                      WEIGHTS_FIRST, BLOCK_K)  # fmt: skip
+    if partial is None or part == 1:
+        value += _half(hidden.data + tokens * hidden.stride, is_token, None, hnorm, hidden_begin,
+                       is_row, size, CENTERED, WEIGHTS_FIRST, BLOCK_K)  # fmt: skip
+    if partial is not None:
+        both = num_tokens * out_features
+        tl.store(partial + part * both + places, value, mask=inside)
+        tl.debug_barrier()  # all threads' stores before one thread's release
+        inside = inside & (tl.atomic_add(arrivals + tl.program_id(1), 1) % 2 == 1)
+        tl.debug_barrier()
+        value += tl.load(partial + (1 - part) * both + places, inside, 0.0, cache_modifier=".cg")
+    if bias is not None:
+        shift = tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
+        value += shift[:, None] if WEIGHTS_FIRST else shift[None, :]
+    tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
+
+
+def entry(
+    hidden: Tensor,
+    enorm_weight: Tensor,
+    hnorm_weight: Tensor,
+    proj_weight: Tensor,
+    *,
+    input_ids: Tensor | None = None,
+    embed_weight: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
+    proj_bias: Tensor | None = None,
+    positions: Tensor | None = None,
+    embed_norm_weight: Tensor | None = None,
+    enorm_eps: float,
+    hnorm_eps: float,
+    embed_norm_eps: float = 1e-6,
+    gamma_offset: int = 0,
+    hidden_first: bool = False,
+    zero_at_position_0: bool = False,
+    vocab_start: int = 0,
+    strict_ids: bool = False,
+) -> Tensor:
+    """The op, see ops/entry.py. On CPU tensors it runs under TRITON_INTERPRET=1.
+
+    A row's result does not depend on the other rows, nor on T within a configuration: up to 16
+    tokens, up to 64, more. A normed activation is rounded to the model dtype once, after the gain
+    and before the scale, where the unfused model rounds it twice. bfloat16 needs |x gain| < 3e38.
+    """
+    single = definition._check(**locals())
+    if strict_ids:
+        raise RuntimeError(
+            "entry: strict_ids expected False on CUDA, where raising would stall the host"
+        )
+    if proj_weight.dim() == 4:
+        raise RuntimeError("entry: proj_weight expected [H_out, 2H] on a GPU, got a packed one")
+    rows = torch.atleast_2d(hidden)
+    (num_tokens, size), out_features = rows.shape, proj_weight.shape[0]
+    out = rows.new_empty(num_tokens, out_features)
+    config = entry_config(num_tokens, out_features, hidden.itemsize)
+    if out.numel() > 0:
+        table = inputs_embeds if embed_weight is None else embed_weight
+        assert table is not None  # by _check
+        pre_norm = None if embed_norm_weight is None else Norm(embed_norm_weight, embed_norm_eps)
+        with on_device(hidden):
+            partial = arrivals = None
+            if config.programs == 2:
+                partial = rows.new_empty(2, num_tokens, out_features, dtype=torch.float32)
+                arrivals = _arrivals(hidden.device)
+            entry_kernel[config.grid(num_tokens, out_features)](
+                matrix(rows),
+                lookup_of(
+                    torch.atleast_2d(table), input_ids, positions, zero_at_position_0, vocab_start
+                ),
+                pre_norm,
+                Norm(enorm_weight, enorm_eps),
+                Norm(hnorm_weight, hnorm_eps),
+                matrix(proj_weight),
+                proj_bias,
+                out,
+                partial,
+                arrivals,
+                num_tokens,
+                size,
+                out_features,
+                CENTERED=gamma_offset == 1,
+                HIDDEN_FIRST=hidden_first,
+                enable_fp_fusion=True,  # of sums of squares, to the same bits in every program
+                **config.options,
+            )
+    return out.squeeze(0) if single else out
+
+
+class EntryConfig(NamedTuple):
+    """How entry is launched; programs: 2, one per half of the projection, or 1 for both."""
+
+    options: dict[str, Any]
+    programs: int = 1
+
+    def grid(self, num_tokens: int, out_features: int) -> tuple[int, int, int]:
+        return (
+            triton.cdiv(num_tokens, self.options["BLOCK_T"]),
+            triton.cdiv(out_features, self.options["BLOCK_V"]),
+            self.programs,
+        )
+
+
+def entry_config(num_tokens: int, out_features: int, itemsize: int) -> EntryConfig:
+    """Fixed, no autotuning on the serving path."""
+    if num_tokens > 64:
+        # 256 tokens and 4096 outputs are 128 programs. Tokens are the first operand, which tensor
+        # cores take from the registers where it is multiplied by its gain.
+        return EntryConfig(_entry_options(itemsize, False, (128, 64, 64), 8, 4))
+    if num_tokens > 16:
+        return EntryConfig(_entry_options(itemsize, False, (64, 32, 64), 4, 5))
+    # Memory is the limit up to 16 tokens: 8 KB tiles of weights, six on their way in each of 128
+    # programs, about one on an SM. Fewer outputs are split between two programs, then into
+    # narrower blocks, to have as many.
+    if out_features > 127 * 32:
+        return EntryConfig(_entry_options(itemsize, True, (16, 32, 128), 4, 7))
+    block_v = 32 if out_features > 1024 else 16
+    return EntryConfig(_entry_options(itemsize, True, (16, block_v, 128), 4, 7), programs=2)
+
+
+def _entry_options(
+    itemsize: int, weights_first: bool, blocks: tuple[int, int, int], warps: int, stages: int
+) -> dict[str, Any]:
+    block_t, block_v, block_k = blocks  # of K, as many bytes for float32
+    return {
+        "WEIGHTS_FIRST": weights_first,
+        "BLOCK_T": block_t,
+        "BLOCK_V": block_v,
+        "BLOCK_K": block_k * 2 // itemsize,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+_ARRIVALS: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def _arrivals(device: torch.device) -> Tensor:
+    """Counters of the programs of one launch; launches of a stream follow each other.
+
+    A graph gets its own, zeroed in it, as it may be replayed on any stream.
+    """
+
+    def fresh() -> Tensor:
+        return torch.zeros(128, dtype=torch.int32, device=device)
+
+    if device.type != "cuda":
+        return fresh()
+    if torch.cuda.is_current_stream_capturing():
+        return fresh()
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _ARRIVALS:
+        _ARRIVALS[key] = fresh()
+    return _ARRIVALS[key]
+
+
+def traffic(
+    num_tokens: int, size: int, out_features: int, itemsize: int = 2, *, shared: bool = True
+) -> int:
+    """Bytes that a launch of entry, with ids of 8 bytes, moves to and from memory.
+
+    shared: what several programs read comes from memory once. Programs that read the same weights
+    are neighbours in the grid, and the activations stay in L2: 4 MB for 256 tokens of 4096. Else
+    every program's own requests, what L2 serves.
+    """
+    config = entry_config(num_tokens, out_features, itemsize)
+    token_blocks, row_blocks, programs = config.grid(num_tokens, out_features)
+    weights, gains = 2 * size * out_features * itemsize, 2 * size * itemsize
+    activations, ids = 2 * num_tokens * size * itemsize, 8 * num_tokens
+    if not shared:
+        weights *= token_blocks
+        gains *= token_blocks * row_blocks
+        activations *= row_blocks
+        ids *= row_blocks
+    partial = 2 * num_tokens * out_features * 4 if programs == 2 else 0
+    # Both programs write their half; one of them reads the other's.
+    partial += partial // 2
+    return weights + gains + activations + ids + partial + num_tokens * out_features * itemsize
