@@ -189,47 +189,54 @@ def _operand(x, dtype: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0xFFF + ((bits >> 13) & 1)) & -8192  # to 10 bits of mantissa, ties to even
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
-    return x.to(dtype)
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
-def _half(row, known, first_norm, norm, weight, is_row, size, CENTERED: tl.constexpr,
-          WEIGHTS_FIRST: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Half of the projection @ the norm of x, or the norms, of [BT] x [BV]: in one pass over x.
+def _squares(x):
+    """Summed over what one thread holds of a row, 16 bytes: [BT, BK / 8]."""
+    return tl.sum(tl.reshape(x * x, (x.shape[0], x.shape[1] // 8, 8)), 2)
 
-    row: [BT], where a token's x begins; weight: [BV], where a row's half begins.
+
+@triton.jit
+def _half(row, known, pre_norm, norm, weight, is_row, size, CENTERED: tl.constexpr,
+          BLOCK_K: tl.constexpr):  # fmt: skip
+    """Half of the projection @ the norm of x, in fp32 [BV, BT], in one pass over x.
+
+    row: [BT], where a token's x begins; weight: [BV], where a row's half begins. Weights go to
+    shared memory ahead of time, x and gains to registers, a tile ahead.
     """
     dtype: tl.constexpr = row.dtype.element_ty
     precision: tl.constexpr = "tf32" if dtype == tl.float16 else "ieee"
-    if WEIGHTS_FIRST:
-        total = tl.zeros((weight.shape[0], row.shape[0]), tl.float32)
-    else:
-        total = tl.zeros((row.shape[0], weight.shape[0]), tl.float32)
-    squares = tl.zeros((row.shape[0], BLOCK_K), tl.float32)
-    first_squares = squares
+    total = tl.zeros((weight.shape[0], row.shape[0]), tl.float32)
+    squares = tl.zeros((row.shape[0], BLOCK_K // 8), tl.float32)
+    pre_squares = squares
+    k = tl.arange(0, BLOCK_K)
+    x = tl.load(row[:, None] + k[None, :], known[:, None] & (k < size)[None, :], 0.0)
+    gain = _gain(norm, k, size, CENTERED)
+    pre_gain = gain if pre_norm is None else _gain(pre_norm, k, size, CENTERED)
     for start in range(0, size, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        inside = (k < size)[None, :]
-        w = tl.load(weight[:, None] + k[None, :], mask=is_row[:, None] & inside, other=0.0)
-        x = tl.load(row[:, None] + k[None, :], mask=known[:, None] & inside, other=0.0)
-        x = x.to(tl.float32)
-        if first_norm is not None:
-            first_squares += x * x
-            x = x * _gain(first_norm, k, size, CENTERED)[None, :]
-        squares += x * x
-        x = _operand(x * _gain(norm, k, size, CENTERED)[None, :], dtype)
-        w = w.to(x.dtype)
-        if WEIGHTS_FIRST:
-            total = tl.dot(w, tl.trans(x), total, input_precision=precision)
-        else:
-            total = tl.dot(x, tl.trans(w), total, input_precision=precision)
+        w = tl.load(weight[:, None] + k[None, :], is_row[:, None] & (k < size)[None, :], 0.0)
+        wide = x.to(tl.float32)
+        if pre_norm is not None:
+            pre_squares += _squares(wide)
+            wide = wide * pre_gain[None, :]
+        squares += _squares(wide)
+        y = _operand(wide * gain[None, :], dtype)
+        k += BLOCK_K
+        x = tl.load(row[:, None] + k[None, :], known[:, None] & (k < size)[None, :], 0.0)
+        gain = _gain(norm, k, size, CENTERED)
+        if pre_norm is not None:
+            pre_gain = _gain(pre_norm, k, size, CENTERED)
+        total = tl.dot(w.to(y.dtype), tl.trans(y), total, input_precision=precision)
     mean = tl.sum(squares, 1) / size
-    scale = 1.0
-    if first_norm is not None:
-        scale = inverse_root(tl.sum(first_squares, 1) / size + first_norm.eps)
+    scale = tl.full((row.shape[0],), 1.0, tl.float32)
+    if pre_norm is not None:
+        scale = inverse_root(tl.sum(pre_squares, 1) / size + pre_norm.eps)
         mean = mean * scale * scale
-    scale = scale * inverse_root(mean + norm.eps)
-    return total * (scale[None, :] if WEIGHTS_FIRST else scale[:, None])
+    return total * (scale * inverse_root(mean + norm.eps))[None, :]
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -249,15 +256,14 @@ def entry_kernel(
     out_features,
     CENTERED: tl.constexpr,
     HIDDEN_FIRST: tl.constexpr,
-    WEIGHTS_FIRST: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Grid (blocks of tokens, blocks of outputs, 1), neighbours read the same weights.
+    """Grid (blocks of tokens, blocks of outputs, 1): neighbours read the same weights.
 
-    Or, with partial and arrivals, (1, blocks of outputs, 2): a program per half, and the later one
-    adds both, to the same bits in either order. arrivals: even between launches.
+    Or (.., .., 2), with partial and arrivals: a program per half of the projection. The later one
+    adds both, to the same bits in either order. arrivals: even before and after.
     """
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     rows = tl.program_id(1).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -266,31 +272,29 @@ def entry_kernel(
     begin = weight.data + rows * weight.stride
     embed_begin = begin + size if HIDDEN_FIRST else begin
     hidden_begin = begin if HIDDEN_FIRST else begin + size
-    if WEIGHTS_FIRST:
-        inside = is_row[:, None] & is_token[None, :]
-        places = tokens[None, :] * out_features + rows[:, None]
-        value = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
-    else:
-        inside = is_token[:, None] & is_row[None, :]
-        places = tokens[:, None] * out_features + rows[None, :]
-        value = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    value = tl.zeros((BLOCK_V, BLOCK_T), tl.float32)
     if partial is None or part == 0:
         row, length = find_row(lookup, tokens, size, is_token)
-        value = _half(row, length > 0, embed_norm, enorm, embed_begin, is_row, size, CENTERED,
-                      WEIGHTS_FIRST, BLOCK_K)  # fmt: skip
+        value = _half(
+            row, length > 0, embed_norm, enorm, embed_begin, is_row, size, CENTERED, BLOCK_K
+        )
     if partial is None or part == 1:
-        value += _half(hidden.data + tokens * hidden.stride, is_token, None, hnorm, hidden_begin,
-                       is_row, size, CENTERED, WEIGHTS_FIRST, BLOCK_K)  # fmt: skip
+        row = hidden.data + tokens * hidden.stride
+        value += _half(row, is_token, None, hnorm, hidden_begin, is_row, size, CENTERED, BLOCK_K)
+    inside = is_row[:, None] & is_token[None, :]
+    places = tokens[None, :] * out_features + rows[:, None]
     if partial is not None:
-        both = num_tokens * out_features
-        tl.store(partial + part * both + places, value, mask=inside)
-        tl.debug_barrier()  # all threads' stores before one thread's release
-        inside = inside & (tl.atomic_add(arrivals + tl.program_id(1), 1) % 2 == 1)
+        count = num_tokens.to(tl.int64) * out_features
+        tl.store(partial + part * count + places, value, mask=inside)
+        tl.debug_barrier()  # the stores of all threads are before the one that counts
+        block = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        is_later = tl.atomic_add(arrivals + block, 1) % 2 == 1
+        inside = tl.where(is_later, inside, False)
         tl.debug_barrier()
-        value += tl.load(partial + (1 - part) * both + places, inside, 0.0, cache_modifier=".cg")
+        other = partial + (1 - part) * count + places
+        value += tl.load(other, inside, 0.0, cache_modifier=".cg")
     if bias is not None:
-        shift = tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)
-        value += shift[:, None] if WEIGHTS_FIRST else shift[None, :]
+        value += tl.load(bias + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
     tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -380,77 +384,69 @@ class EntryConfig(NamedTuple):
 
 
 def entry_config(num_tokens: int, out_features: int, itemsize: int) -> EntryConfig:
-    """Fixed, no autotuning on the serving path."""
+    """Fixed, no autotuning on the serving path. What it says of programs is of 4096 outputs."""
+    if itemsize == 4:  # exact fp32 products are no work for tensor cores: 128 programs
+        return EntryConfig(_entry_options((16, 32, 64), 4, 5))
     if num_tokens > 64:
-        # 256 tokens and 4096 outputs are 128 programs. Tokens are the first operand, which tensor
-        # cores take from the registers where it is multiplied by its gain.
-        return EntryConfig(_entry_options(itemsize, False, (128, 64, 64), 8, 4))
-    if num_tokens > 16:
-        return EntryConfig(_entry_options(itemsize, False, (64, 32, 64), 4, 5))
-    # Memory is the limit up to 16 tokens: 8 KB tiles of weights, six on their way in each of 128
-    # programs, about one on an SM. Fewer outputs are split between two programs, then into
-    # narrower blocks, to have as many.
-    if out_features > 127 * 32:
-        return EntryConfig(_entry_options(itemsize, True, (16, 32, 128), 4, 7))
-    block_v = 32 if out_features > 1024 else 16
-    return EntryConfig(_entry_options(itemsize, True, (16, block_v, 128), 4, 7), programs=2)
+        # Compute is the limit. 128 programs for 256 tokens, one on an SM.
+        return EntryConfig(_entry_options((128, 64, 64), 8, 5))
+    # Memory is the limit: 128 programs, one on an SM, with 32 to 64 KB of weights on their way. A
+    # program for both halves would leave half of the SMs idle, or be narrow and read x twice as
+    # often.
+    block_v, stages = (64, 5) if out_features > 2048 else (32, 9)
+    block_t, block_k = (64, 64) if num_tokens > 16 else (16, 128)
+    programs = 2 if triton.cdiv(out_features, block_v) < _MOST_BLOCKS else 1
+    return EntryConfig(_entry_options((block_t, block_v, block_k), 4, stages), programs)
 
 
-def _entry_options(
-    itemsize: int, weights_first: bool, blocks: tuple[int, int, int], warps: int, stages: int
-) -> dict[str, Any]:
-    block_t, block_v, block_k = blocks  # of K, as many bytes for float32
-    return {
-        "WEIGHTS_FIRST": weights_first,
-        "BLOCK_T": block_t,
-        "BLOCK_V": block_v,
-        "BLOCK_K": block_k * 2 // itemsize,
-        "num_warps": warps,
-        "num_stages": stages,
-    }
+def _entry_options(blocks: tuple[int, int, int], warps: int, stages: int) -> dict[str, Any]:
+    names = ("BLOCK_T", "BLOCK_V", "BLOCK_K")
+    return dict(zip(names, blocks, strict=True)) | {"num_warps": warps, "num_stages": stages}
 
 
+_MOST_BLOCKS = 128  # of outputs, that two programs share; others are enough by themselves
 _ARRIVALS: dict[tuple[torch.device, int], Tensor] = {}
+_SPARE_ARRIVALS: dict[torch.device, list[Tensor]] = {}
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """Counters of the programs of one launch; launches of a stream follow each other.
+    """Counters of the programs of one launch: a stream's own, as its launches follow each other.
 
-    A graph gets its own, zeroed in it, as it may be replayed on any stream.
+    A captured launch has its own, zeroed before the capture while there are any, as nobody knows
+    what its graph will run beside; then ones that the graph zeroes itself, in one more node.
     """
-
-    def fresh() -> Tensor:
-        return torch.zeros(128, dtype=torch.int32, device=device)
-
-    if device.type != "cuda":
-        return fresh()
-    if torch.cuda.is_current_stream_capturing():
-        return fresh()
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    is_cuda = device.type == "cuda"
+    if is_cuda and torch.cuda.is_current_stream_capturing():
+        if spare := _SPARE_ARRIVALS.get(device):
+            return spare.pop()
+        return torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
     if key not in _ARRIVALS:
-        _ARRIVALS[key] = fresh()
+        counters = torch.zeros(256, _MOST_BLOCKS, dtype=torch.int32, device=device)
+        _ARRIVALS[key], *spare = counters
+        _SPARE_ARRIVALS.setdefault(device, spare)
     return _ARRIVALS[key]
 
 
 def traffic(
     num_tokens: int, size: int, out_features: int, itemsize: int = 2, *, shared: bool = True
 ) -> int:
-    """Bytes that a launch of entry, with ids of 8 bytes, moves to and from memory.
+    """Bytes that a launch of entry, with ids of 8 bytes and no bias, moves to and from memory.
 
     shared: what several programs read comes from memory once. Programs that read the same weights
     are neighbours in the grid, and the activations stay in L2: 4 MB for 256 tokens of 4096. Else
-    every program's own requests, what L2 serves.
+    all that the programs ask for, which L2 serves.
     """
     config = entry_config(num_tokens, out_features, itemsize)
     token_blocks, row_blocks, programs = config.grid(num_tokens, out_features)
     weights, gains = 2 * size * out_features * itemsize, 2 * size * itemsize
-    activations, ids = 2 * num_tokens * size * itemsize, 8 * num_tokens
+    rows = 2 * num_tokens * size * itemsize + 8 * num_tokens
     if not shared:
-        weights *= token_blocks
-        gains *= token_blocks * row_blocks
-        activations *= row_blocks
-        ids *= row_blocks
-    partial = 2 * num_tokens * out_features * 4 if programs == 2 else 0
-    # Both programs write their half; one of them reads the other's.
-    partial += partial // 2
-    return weights + gains + activations + ids + partial + num_tokens * out_features * itemsize
+        weights, gains, rows = (
+            weights * token_blocks,
+            gains * token_blocks * row_blocks,
+            rows * row_blocks,
+        )
+    out = num_tokens * out_features
+    partial = 3 * out * 4 if programs == 2 else 0  # both write theirs, one reads the other's
+    return weights + gains + rows + partial + out * itemsize
