@@ -431,8 +431,11 @@ def _run(job: Job) -> list[Row]:
 
 
 def all_rows() -> list[Row]:
-    """Compiled by two processes; Triton keeps what it compiled, by a hash of its source."""
-    jobs: list[Job] = [(triton_rows, i, arch) for arch in ARCHS for i in range(len(TABLE))]
+    """Compiled by two processes; Triton keeps what it compiled, by a hash of its source.
+
+    Configurations that share a kernel are apart, for one of them to find it kept.
+    """
+    jobs: list[Job] = [(triton_rows, i, arch) for i in range(len(TABLE)) for arch in ARCHS]
     if nvcc():
         jobs += [(cuda_rows, file, arch) for file in CUDA_FILES for arch in ARCHS]
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:

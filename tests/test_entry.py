@@ -534,13 +534,37 @@ if INTERPRETED:
             last = {k: inputs[k][-count:] for k in ("hidden", "input_ids")}
             same(kernels.entry(**inputs | last), whole[-count:])
 
+    @pytest.mark.parametrize("itemsize", [2, 4])
+    @pytest.mark.parametrize("out_features", [1, 1024, 2048, 4096, 20_000])
+    def test_triton_batches_of_a_configuration_run_the_same_code(
+        itemsize: int, out_features: int
+    ) -> None:
+        """Which a difference of a few last bits in fp32 would not show in float16."""
+        for sizes in (range(1, 17), range(17, 65), range(65, 300)):
+            configs = [kernels.entry_config(t, out_features, itemsize) for t in sizes]
+            assert all(config == configs[0] for config in configs)
+            row_blocks, programs = configs[0].grid(1, out_features)[1:]
+            assert programs == 1 or row_blocks <= kernels._arrivals(CPU, 0, False).numel()
+
+    CPU = torch.device("cpu")
+
     def test_counters_serve_one_launch_after_the_other() -> None:
-        """They are left even; a captured launch takes its own, and never one twice."""
+        """They are left even, for the next launch to find the later program by the parity."""
         inputs = inputs_of()
         want = kernels.entry(**inputs)
-        counters = kernels._arrivals(torch.device("cpu"))
+        counters = kernels._arrivals(CPU, 0, False)
         assert counters[:2].tolist() != [0, 0] and (counters % 2 == 0).all()
         same(kernels.entry(**inputs), want)
+
+    def test_a_captured_launch_has_counters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("_ARRIVALS", "_SPARE_ARRIVALS"):
+            monkeypatch.setattr(kernels, name, {})
+        before = kernels._arrivals(CPU, 0, True)  # nothing is kept of a capture
+        eager = [kernels._arrivals(CPU, stream, False) for stream in (0, 7, 0)]
+        assert eager[0].data_ptr() == eager[2].data_ptr()
+        captured = [kernels._arrivals(CPU, 0, True) for _ in range(300)]
+        assert len({x.data_ptr() for x in [before, *eager, *captured]}) == 1 + 2 + 300
+        assert all(x.shape == (128,) and not x.any() for x in captured)
 
     def test_triton_refuses_packed_projections() -> None:
         message = "^entry: proj_weight expected \\[H_out, 2H\\] on a GPU, got a packed one"

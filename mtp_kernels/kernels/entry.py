@@ -344,7 +344,7 @@ def entry(
             partial = arrivals = None
             if config.programs == 2:
                 partial = rows.new_empty(2, num_tokens, out_features, dtype=torch.float32)
-                arrivals = _arrivals(hidden.device)
+                arrivals = _arrivals(hidden.device, *_current_stream(hidden.device))
             entry_kernel[config.grid(num_tokens, out_features)](
                 matrix(rows),
                 lookup_of(
@@ -409,23 +409,28 @@ _ARRIVALS: dict[tuple[torch.device, int], Tensor] = {}
 _SPARE_ARRIVALS: dict[torch.device, list[Tensor]] = {}
 
 
-def _arrivals(device: torch.device) -> Tensor:
+def _arrivals(device: torch.device, stream: int, is_capturing: bool) -> Tensor:
     """Counters of the programs of one launch: a stream's own, as its launches follow each other.
 
     A captured launch has its own, zeroed before the capture while there are any, as nobody knows
     what its graph will run beside; then ones that the graph zeroes itself, in one more node.
     """
-    is_cuda = device.type == "cuda"
-    if is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_capturing:
         if spare := _SPARE_ARRIVALS.get(device):
             return spare.pop()
         return torch.zeros(_MOST_BLOCKS, dtype=torch.int32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
-    if key not in _ARRIVALS:
+    if (device, stream) not in _ARRIVALS:
         counters = torch.zeros(256, _MOST_BLOCKS, dtype=torch.int32, device=device)
-        _ARRIVALS[key], *spare = counters
+        _ARRIVALS[device, stream], *spare = counters
         _SPARE_ARRIVALS.setdefault(device, spare)
-    return _ARRIVALS[key]
+    return _ARRIVALS[device, stream]
+
+
+def _current_stream(device: torch.device) -> tuple[int, bool]:
+    """The stream that launches go to, and whether a graph captures it."""
+    if device.type != "cuda":
+        return 0, False
+    return torch.cuda.current_stream(device).cuda_stream, torch.cuda.is_current_stream_capturing()
 
 
 def traffic(
