@@ -173,6 +173,7 @@ def table() -> Iterator[Case]:
             {"tokens": 4, "out": 2048},
             Claim(FEW_ROWS, loads=1, copies=1, programs=ONE),
         ),
+        ("4 tokens, 8192 outputs", {"tokens": 4, "out": 8192}, ENTRY),  # halves are not shared
         ("64 tokens", {"tokens": 64}, ENTRY),
         ("256 tokens", {"tokens": 256}, ENTRY),
         ("256 tokens, embed_norm", {"tokens": 256, "embed_norm": True}, ENTRY),
