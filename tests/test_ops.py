@@ -26,7 +26,7 @@ class Op(NamedTuple):
     reference: Callable[..., Any]
     rows: list[Any]
     inputs: Callable[..., dict[str, Any]]
-    cuda: str  # what a CUDA tensor runs: "compiled", in a build with CUDA, or "triton"
+    cuda: str  # what a CUDA tensor runs: "triton", or "compiled" in a build with CUDA
     agree: Callable[..., None] | None = None  # instead of equal integers
 
 
@@ -174,9 +174,9 @@ def test_who_owns_each_dispatch_key(name: str) -> None:
     assert f"csrc/{name}_cpu.cpp" in owner(name, "CPU")
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     op = f"mtp_kernels::{name}"
-    has_triton = OPS[name].cuda == "triton"
-    assert has_kernel(op, "CUDA") == (has_triton or mtp_kernels.build_info()["cuda"])
-    assert ("_declare.py" in owner(name, "CUDA")) == (has_triton or not has_kernel(op, "CUDA"))
+    is_compiled = OPS[name].cuda == "compiled" and mtp_kernels.build_info()["cuda"]
+    assert has_kernel(op, "CUDA")
+    assert ("_declare.py" in owner(name, "CUDA")) == (not is_compiled)
     assert has_kernel(op, "Meta") and has_kernel(op, "CompositeExplicitAutograd")
 
 

@@ -159,6 +159,7 @@ def head_argmax(
 # Fixed, no autotuning on the serving path. Memory is the limit up to 16 tokens: 16 KB tiles, four
 # on their way, three programs on an SM: all 298 slices of 152,576 tokens run at once on 132 SMs.
 _SKINNY = {"BLOCK_T": 16, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 4}
-# Philox takes registers: half the lanes a thread, for two programs on an SM without spills.
+# Philox takes registers: half the lanes a thread, for two programs on an SM without spills; on
+# sm_100, where 128 registers would spill, for one.
 _SAMPLED = _SKINNY | {"BLOCK_V": 64, "BLOCK_K": 128}
 _WIDE = {"BLOCK_T": 64, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}

@@ -60,8 +60,9 @@ def entry(
     Norms are computed in fp32 and rounded to the model dtype where RMSNorm rounds: before the gain,
     and after it (gamma_offset 1: only after it, as Gemma's does). Products are summed in fp32. On
     CPU a row's result does not depend on the other rows nor on the number of threads, bit for bit.
-    For inference, under `torch.no_grad`: there is no gradient formula. The CUDA kernel is compiled
-    in our builds but has not been run on a GPU yet.
+    For inference, under `torch.no_grad`: there is no gradient formula. On CUDA a compiled kernel
+    and torch's linear run where the build has the kernel, else one Triton launch, which rounds a
+    normed activation once, before its scale. Both are compiled in our tests, not run on a GPU yet.
     """
     single = _check(**locals())
     embeds = normed_embedding("entry", **locals())
@@ -380,4 +381,4 @@ def _fake(**inputs: Any) -> Tensor:
     return entry(**{**inputs, "strict_ids": False})  # there are no values to check
 
 
-OP = declare(entry, fake=_fake)
+OP = declare(entry, fake=_fake, triton="mtp_kernels.kernels.entry:entry")
