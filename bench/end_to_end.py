@@ -1,6 +1,6 @@
 """Real vLLM on CPU, bandwidth-bound: what a round spends on drafting and verifying, ours and stock.
 
-python bench/end_to_end.py [--quick]
+python bench/end_to_end.py [--quick] [--drafts K ...]
 
 The model has MiMo-V2's shape and random weights, so what is accepted is drawn, and planted in the
 logits that the rejection sampler gets; every engine is a process of its own, in an order drawn
@@ -207,6 +207,14 @@ def table(rows: list[dict[str, Any]], tokens: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument(
+        "--drafts",
+        type=int,
+        nargs="+",
+        metavar="K",
+        default=[*ACCEPTANCE_LENGTH],
+        help="of 1 2 3 7",
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -214,7 +222,7 @@ def main() -> None:
     hidden, vocab, kept = (128, 1024, 256) if args.quick else (2048, 152_576, 32_000)
     shape = {"batches": [1] if args.quick else [1, 4, 16], "tokens": 24 if args.quick else 48}
     shape |= {"repeats": 1 if args.quick else 3}
-    engines = [(variant, k) for variant in VARIANTS for k in ([3] if args.quick else [1, 2, 3, 7])]
+    engines = [(variant, k) for variant in VARIANTS for k in ([3] if args.quick else args.drafts)]
     random.Random(time.time_ns()).shuffle(engines)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
