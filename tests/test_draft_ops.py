@@ -7,14 +7,13 @@ kernels and the CUDA kernels in the emulation; one of its tests starts such a pr
 import copy
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import cases
 import emulation
+import interpreter
 import pytest
 import torch
 from torch import Tensor
@@ -669,10 +668,4 @@ if not INTERPRETED:
 
     def test_triton_in_its_interpreter() -> None:
         """All tests of this file that an implementation can pass or fail."""
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-6000:]
+        interpreter.run_tests(__file__)

@@ -8,12 +8,11 @@ there it is float16.
 import dataclasses
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import cases
+import interpreter
 import pytest
 import torch
 from torch import Tensor
@@ -575,10 +574,4 @@ else:
     def test_triton_in_its_interpreter() -> None:
         """All tests of this file that an implementation can pass or fail."""
         pytest.importorskip("triton")
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", __file__],
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, run.stdout[-6000:]
+        interpreter.run_tests(__file__)

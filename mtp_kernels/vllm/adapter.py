@@ -120,8 +120,8 @@ def log_active(
     spec = draft_spec(vllm_config.speculative_config)
     layers = list(model.model.mtp.layers.values())
     entry = "fused" if layers[0].entry.enabled() else "unfused"
-    if (table := layers[0].projected) is not None:
-        size = len(layers) * table.numel() * table.element_size() / 2**20
+    if tables := [layer.projected for layer in layers if layer.projected is not None]:
+        size = sum(table.numel() * table.element_size() for table in tables) / 2**20
         entry += f", {size:.1f} MiB of projected embeddings"
     attn_layers = get_layers_from_vllm_config(
         vllm_config, AttentionLayerBase, list(attn_layer_names)

@@ -1,6 +1,5 @@
 """The draft head: lm_head and the choice of a token in one op, over all tensor-parallel ranks."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,8 +17,6 @@ from mtp_kernels import ops, verification
 from mtp_kernels.verification import Method, Sampling
 from mtp_kernels.vllm.compat import warn_once
 from mtp_kernels.vllm.settings import DISABLE, DRAFT_VOCAB, disabled_parts
-
-logger = logging.getLogger("vllm.mtp_kernels")
 
 Choice = Tensor | tuple[Tensor, Tensor]
 """What `drafting.DraftToken` returns: ids [B], or (values, ids) [S, B] of all slices and ranks."""

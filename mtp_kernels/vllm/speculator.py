@@ -137,7 +137,6 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
         )
         target_rows = int(input_batch.query_start_loc_np[num_reqs])
         is_widened = num_rows > target_rows
-        tables, maps_slots = self.block_tables, not (dummy_run and skip_attn_for_dummy_run)
         self.drafter.pack(
             slots=async_tensor_h2d(slots, dtype=torch.int64, device=self.device),
             query_start=input_batch.query_start_loc[: num_reqs + 1],
@@ -151,8 +150,8 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             if is_widened
             else input_batch.query_start_loc[: num_reqs + 1],
             num_rows=num_rows,
-            block_tables=tables.input_block_tables,
-            block_sizes=tables.block_sizes,
+            block_tables=self.block_tables.input_block_tables,
+            block_sizes=self.block_tables.block_sizes,
             max_len=self.max_model_len,
         )
 
@@ -169,7 +168,7 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             need_eager=is_profile,
             dp_sync_state=dp_sync_state,
         )
-        if maps_slots:
+        if not (dummy_run and skip_attn_for_dummy_run):
             by_group = self.drafter.buffers.kv_slots[:, : desc.num_tokens]
             slot_mappings = build_slot_mappings_by_layer(by_group, self.kv_cache_config)
             attn_metadata = self._build_attn_metadata(

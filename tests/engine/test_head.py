@@ -6,6 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+from mtp_kernels import verification
 from mtp_kernels.ops.head_argmax import best_ids
 from mtp_kernels.verification import Sampling
 from mtp_kernels.vllm import adapter
@@ -106,8 +107,6 @@ def test_coupled_race_is_that_of_the_whole_head(weight, scored, ranks: int) -> N
         )
     assert torch.equal(drafted[1], drafted[ranks])
     logits = torch.nn.functional.linear(scored, weight)
-    from mtp_kernels import verification
-
     positions = torch.arange(9) + 2
     wanted = verification.sample(logits, positions, sampling, method="coupled")
     assert torch.equal(drafted[1], wanted)
@@ -132,10 +131,8 @@ def test_what_cannot_be_fused_is_said(
     module.warn_once.cache_clear()
     for _ in range(2):
         draft_head = DraftHead(made, processor(**logits))
-    assert [record for record in caplog.messages if "chosen from written logits" in record][
-        1:
-    ] == []
-    assert caplog.messages and not draft_head.is_fused and draft_head.describe() == "unfused"
+    assert sum("chosen from written logits" in text for text in caplog.messages) == 1
+    assert not draft_head.is_fused and draft_head.describe() == "unfused"
     monkeypatch.setattr(draft_head, "_logits_processor", lambda _, x: x @ weight.T)
     assert torch.equal(draft_head.best(scored), (scored @ weight.T).argmax(-1))
     with pytest.raises(ValueError, match=f"MTP_KERNELS_DRAFT_VOCAB: .*{words}"):
