@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "device.cuh"
 #include "entry.h"
 
 namespace mtp {
@@ -18,11 +19,6 @@ __device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); 
 __device__ inline void from_float(float x, float& to) { to = x; }
 __device__ inline void from_float(float x, __half& to) { to = __float2half_rn(x); }
 __device__ inline void from_float(float x, __nv_bfloat16& to) { to = __float2bfloat16_rn(x); }
-
-__device__ inline int64_t integer_at(const IntArray& values, int64_t i) {
-  return values.are_int64 ? static_cast<const int64_t*>(values.data)[i]
-                          : static_cast<const int32_t*>(values.data)[i];
-}
 
 // Sum over the block, the same value in every thread. `partial` holds one float per warp.
 __device__ inline float block_sum(float x, float* partial) {

@@ -3,32 +3,25 @@
 // Included only by the per-instruction-set objects, like vec.h.
 #pragma once
 
+#include "exact_constants.h"
 #include "vec.h"
 
 namespace mtp {
 namespace {
 
-constexpr float kExp2[] = {0.6931471824645996f,   0.24022650718688965f,  0.055503278970718384f,
-                           0.009618003852665424f, 0.001340026967227459f, 0.00015476297994609922f};
-constexpr float kLog[] = {0.3333333134651184f,   -0.2500081956386566f, 0.20001226663589478f,
-                          -0.16623356938362122f, 0.14201757311820984f, -0.13160179555416107f,
-                          0.1276157945394516f,   -0.07634507119655609f};
-constexpr float kLog2E = 1.4426950216293335f;
-constexpr float kLn2High = 0.693359375f;
-constexpr float kLn2Low = -0.00021219444170128554f;
-constexpr float kSqrt2 = 1.4142135381698608f;
-constexpr float kLowestExponent = -64.0f;
+constexpr auto kExp2 = exp2_coefficients();
+constexpr auto kLog = log_coefficients();
 
 // Functions of several vectors go through them step by step: the steps of one depend on each other,
 // and the processor does not look far enough ahead to find the next vector's.
 
 template <int kCoefficients, int kCount>
-inline void polynomial(const float (&coefficients)[kCoefficients], float unit,
+inline void polynomial(const Coefficients<kCoefficients>& coefficients, float unit,
                        const Vec (&x)[kCount], Vec (&total)[kCount]) {
-  for (Vec& t : total) t = broadcast(coefficients[kCoefficients - 1] * unit);
+  for (Vec& t : total) t = broadcast(coefficients.values[kCoefficients - 1] * unit);
   for (int i = kCoefficients - 2; i >= 0; --i) {
     for (int j = 0; j < kCount; ++j) total[j] = total[j] * x[j];
-    for (Vec& t : total) t = t + broadcast(coefficients[i] * unit);
+    for (Vec& t : total) t = t + broadcast(coefficients.values[i] * unit);
   }
 }
 

@@ -1,16 +1,15 @@
 // Parameters of the verify op, shared by its CPU and CUDA kernels; the meaning of each is in
-// mtp_kernels/ops/verify.py.
+// mtp_kernels/ops/verify.py. And what the two launches on CUDA keep between them.
 #pragma once
 
-#include "params.h"
+#include "exact_constants.h"
 
 namespace mtp {
 
+constexpr int64_t kBlock = 4096;  // lanes whose weights share a unit: part of the op's definition
+
 enum class Method { standard, block, coupled, synthetic };
 enum class DraftKind { logits, filtered_logits, probs };
-
-// Streams of random words, as numbered in mtp_kernels/ops/_exact.py.
-enum class Purpose : uint32_t { target = 0, accept = 1, draft = 2 };
 
 // Optional inputs are nullptr where absent. Strides are in elements, between rows.
 struct VerifyParams {
@@ -66,5 +65,58 @@ struct VerifyParams {
   int32_t* num_accepted;  // [B]
   int32_t* status;        // [B]
 };
+
+// ---- On CUDA ------------------------------------------------------------------------------------
+
+using Units = unsigned long long;  // what atomicAdd takes
+
+constexpr int kFilterGroup =
+    32;  // lanes whose highest logit the first launch leaves for the filters
+constexpr int kFilterGroups = static_cast<int>(kBlock) / kFilterGroup;
+
+// What the first launch leaves of a block of a row.
+struct alignas(16) BlockLaw {
+  Units sum;      // of the lanes' weights; with filters, from the second launch on, above the cut
+  float highest;  // logit, -inf without a finite one
+  int best;       // its lane
+  float score;    // coupled: of the race's winner
+  int winner;     // its lane
+  float won;      // its logit
+  int is_finite;  // no NaN and no +inf; of probabilities: no negative one either
+};
+
+// The distribution of a row's token, or of a draft's, with its blocks' BlockLaws.
+struct RowLaw {
+  float scale;   // of logits: log2(e) / temperature
+  float top;     // the highest logit
+  float cut;     // the lowest logit kept
+  int is_point;  // all on lane `best`: greedy, or not finite
+  int status;
+  Units total;  // mass
+  int64_t best;
+  int64_t winner;  // coupled: of the race
+};
+
+// Of a draft: its probability under the target, and what it was drafted from; what is tossed.
+struct Chance {
+  double p, q, coin;
+};
+
+struct VerifyScratch {
+  int64_t blocks;  // of a row
+  int64_t slots;   // rows of a request: K + 1 of the target's, with draft_logits K of the drafts'
+  BlockLaw* block_laws;    // [B, slots, blocks]
+  RowLaw* laws;            // [B, slots]
+  Chance* chances;         // [B, K]
+  Units* residual_masses;  // [B, blocks]
+  float* groups;  // [B, slots, blocks, kFilterGroups], the highest logits; nullptr: no filters
+  int* arrived;   // [B], blocks of the second launch; with filters
+};
+
+struct VerifyCall : VerifyParams {
+  VerifyScratch scratch;
+};
+
+inline bool has_filters(const VerifyParams& p) { return p.top_k.data || p.top_p || p.min_p; }
 
 }  // namespace mtp

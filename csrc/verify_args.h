@@ -5,6 +5,7 @@
 
 #include <array>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "common.h"
@@ -178,6 +179,51 @@ inline VerifyParams check_verify(const VerifyArgs& a) {
     p.synthetic_rates = pointer<float>(a.synthetic_rates);
   }
   return p;
+}
+
+// The op. run(parameters, logits) fills the outputs.
+template <auto run>
+std::tuple<Tensor, Tensor, Tensor> verify_op(
+    Tensor logits, Tensor draft_ids, Tensor cu_rows, Tensor positions, Tensor temperature,
+    Tensor seeds, OptionalTensor top_k, OptionalTensor top_p, OptionalTensor min_p,
+    OptionalTensor draft_logits, OptionalTensor draft_rows, StringHandle draft_kind,
+    OptionalTensor allowed_mask, OptionalTensor bias_ids, OptionalTensor bias_values,
+    OptionalTensor penalty_rows, OptionalTensor output_counts, OptionalTensor prompt_mask,
+    OptionalTensor presence_penalty, OptionalTensor frequency_penalty,
+    OptionalTensor repetition_penalty, OptionalTensor synthetic_rates, StringHandle method,
+    StringHandle stream) {
+  VerifyParams p = check_verify({logits,
+                                 draft_ids,
+                                 cu_rows,
+                                 positions,
+                                 temperature,
+                                 seeds,
+                                 top_k,
+                                 top_p,
+                                 min_p,
+                                 draft_logits,
+                                 draft_rows,
+                                 take_string(draft_kind),
+                                 allowed_mask,
+                                 bias_ids,
+                                 bias_values,
+                                 penalty_rows,
+                                 output_counts,
+                                 prompt_mask,
+                                 presence_penalty,
+                                 frequency_penalty,
+                                 repetition_penalty,
+                                 synthetic_rates,
+                                 take_string(method),
+                                 take_string(stream)});
+  Tensor token_ids = torch::stable::new_empty(logits, {p.requests, p.drafts + 1}, ScalarType::Long);
+  Tensor num_accepted = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);
+  Tensor status = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);
+  p.token_ids = static_cast<int64_t*>(token_ids.mutable_data_ptr());
+  p.num_accepted = static_cast<int32_t*>(num_accepted.mutable_data_ptr());
+  p.status = static_cast<int32_t*>(status.mutable_data_ptr());
+  run(p, logits);
+  return {token_ids, num_accepted, status};
 }
 
 }  // namespace mtp

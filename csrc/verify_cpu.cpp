@@ -5,7 +5,6 @@
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <tuple>
 
 #include "cpu_isa.h"
 #include "verify_args.h"
@@ -85,9 +84,9 @@ void check_values(const VerifyParams& p) {
 // Lanes of the scan that take about 10 us, below which a second thread costs more than it saves.
 int64_t grain_lanes(Method method) { return method == Method::coupled ? 1 << 14 : 1 << 16; }
 
-void run(const VerifyParams& p) {
+void run(const VerifyParams& p, const Tensor&) {
+  check_values(p);
   const VerifyCpuKernels& k = verify_cpu_kernels();
-  const bool has_filters = p.top_k.data || p.top_p || p.min_p;
   const int64_t rows = at(p.cu_rows, p.requests);
   const int64_t draft_laws = p.draft_logits ? p.requests * p.drafts : 0;
   VerifyWorkspace w{};
@@ -98,7 +97,7 @@ void run(const VerifyParams& p) {
   const std::unique_ptr<Progress[]> progress(new Progress[p.requests]);
   const std::unique_ptr<Law[]> laws(new Law[rows + draft_laws]);
   const std::unique_ptr<Block[]> blocks(new Block[(rows + draft_laws) * w.blocks]);
-  const std::unique_ptr<float[]> maxima(new float[has_filters ? p.requests * 2 * w.chunks : 0]);
+  const std::unique_ptr<float[]> maxima(new float[has_filters(p) ? p.requests * 2 * w.chunks : 0]);
   const std::unique_ptr<int64_t[]> masses(new int64_t[p.requests * w.blocks]);
   const std::unique_ptr<int64_t[]> active(new int64_t[p.requests]);
   const std::unique_ptr<Law*[]> scanned(new Law*[2 * p.requests]);
@@ -114,7 +113,7 @@ void run(const VerifyParams& p) {
 
   const int64_t scan_grain =
       std::max<int64_t>(1, grain_lanes(p.method) / std::min(p.vocab, kBlock));
-  const int64_t judge_grain = has_filters || p.draft_logits ? 1 : 8;
+  const int64_t judge_grain = has_filters(p) || p.draft_logits ? 1 : 8;
   for (int64_t i = 0;; ++i) {
     k.plan(p, w, i);
     if (w.num_active == 0) return;
@@ -125,51 +124,7 @@ void run(const VerifyParams& p) {
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> verify_cpu(
-    Tensor logits, Tensor draft_ids, Tensor cu_rows, Tensor positions, Tensor temperature,
-    Tensor seeds, OptionalTensor top_k, OptionalTensor top_p, OptionalTensor min_p,
-    OptionalTensor draft_logits, OptionalTensor draft_rows, StringHandle draft_kind,
-    OptionalTensor allowed_mask, OptionalTensor bias_ids, OptionalTensor bias_values,
-    OptionalTensor penalty_rows, OptionalTensor output_counts, OptionalTensor prompt_mask,
-    OptionalTensor presence_penalty, OptionalTensor frequency_penalty,
-    OptionalTensor repetition_penalty, OptionalTensor synthetic_rates, StringHandle method,
-    StringHandle stream) {
-  VerifyParams p = check_verify({logits,
-                                 draft_ids,
-                                 cu_rows,
-                                 positions,
-                                 temperature,
-                                 seeds,
-                                 top_k,
-                                 top_p,
-                                 min_p,
-                                 draft_logits,
-                                 draft_rows,
-                                 take_string(draft_kind),
-                                 allowed_mask,
-                                 bias_ids,
-                                 bias_values,
-                                 penalty_rows,
-                                 output_counts,
-                                 prompt_mask,
-                                 presence_penalty,
-                                 frequency_penalty,
-                                 repetition_penalty,
-                                 synthetic_rates,
-                                 take_string(method),
-                                 take_string(stream)});
-  check_values(p);
-  Tensor token_ids = torch::stable::new_empty(logits, {p.requests, p.drafts + 1}, ScalarType::Long);
-  Tensor num_accepted = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);
-  p.token_ids = static_cast<int64_t*>(token_ids.mutable_data_ptr());
-  p.num_accepted = static_cast<int32_t*>(num_accepted.mutable_data_ptr());
-  p.status = static_cast<int32_t*>(status.mutable_data_ptr());
-  run(p);
-  return {token_ids, num_accepted, status};
-}
-
-STABLE_TORCH_LIBRARY_IMPL(mtp_kernels, CPU, m) { m.impl("verify", TORCH_BOX(&verify_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(mtp_kernels, CPU, m) { m.impl("verify", TORCH_BOX(&verify_op<&run>)); }
 
 }  // namespace
 }  // namespace mtp

@@ -10,8 +10,7 @@
 
 namespace mtp {
 
-constexpr int64_t kBlock = 4096;  // lanes whose weights share a unit: part of the op's definition
-constexpr int64_t kChunk = 64;    // lanes of a maximum that the filters use to skip lanes
+constexpr int64_t kChunk = 64;  // lanes of a maximum that the filters use to skip lanes
 
 struct Block {
   float highest;   // finite logit, -inf without one

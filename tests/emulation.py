@@ -20,7 +20,7 @@ import mtp_kernels  # noqa: F401  the ops' schemas
 
 ROOT = Path(__file__).parent.parent
 SANITIZER = os.environ.get("MTP_EMULATION", "")
-OPS = ("draft_pack", "draft_step", "entry")
+OPS = ("draft_pack", "draft_step", "entry", "verify")
 
 
 def build(sanitizer: str) -> Path:

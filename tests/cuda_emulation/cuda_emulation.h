@@ -15,6 +15,8 @@
 // at the start of a block, but hold what the block before left.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -153,6 +155,17 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, MTP_S
   const bool inside = source < (lane & ~(width - 1u)) + width;
   return cuda_emulation::shuffle(mask, value, inside ? source : lane, site);
 }
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, MTP_SITE) {
+  const unsigned lane = cuda_emulation::lane(), first = lane & ~(width - 1u);
+  return cuda_emulation::shuffle(mask, value, lane < first + delta ? lane : lane - delta, site);
+}
+inline int __reduce_min_sync(unsigned mask, int value, MTP_SITE) {
+  const uint64_t* words = cuda_emulation::warp_exchange(mask, static_cast<unsigned>(value), site);
+  for (unsigned i = 0; i < 32; ++i)
+    if (mask >> i & 1) value = std::min(value, static_cast<int>(words[i]));
+  return value;
+}
 inline unsigned __ballot_sync(unsigned mask, int predicate, MTP_SITE) {
   return cuda_emulation::ballot(mask, predicate != 0, site);
 }
@@ -210,3 +223,16 @@ void __stwb(T* to, T value) {
 }
 
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+
+// Arithmetic that is rounded as said and never fused.
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fadd_rd(float x, float y) {
+  const float sum = x + y, of_y = sum - x;
+  const float lost = (x - (sum - of_y)) + (y - of_y);  // exact
+  return lost < 0 ? std::nextafter(sum, -INFINITY) : sum;
+}
+inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
+inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
+inline int __popc(unsigned x) { return std::popcount(x); }

@@ -5,6 +5,7 @@
 #include "draft_pack.cuh"
 #include "draft_step.cuh"
 #include "entry.cuh"
+#include "verify.cuh"
 
 namespace mtp {
 
@@ -28,6 +29,25 @@ void emulate_entry(const EntryParams& p) {
       return launch(entry_norm_kernel<__half>);
     case DType::fp32:
       return launch(entry_norm_kernel<float>);
+  }
+}
+
+void emulate_verify(const VerifyCall& c, unsigned reduce_blocks, unsigned decide_blocks) {
+  const auto reduce =
+      c.method == Method::coupled ? verify_reduce_kernel<true> : verify_reduce_kernel<false>;
+  cuda_emulation::launch(reduce, dim3{reduce_blocks}, dim3{kReduceThreads}, 0, c);
+  const auto decide = [&](auto kernel) {
+    cuda_emulation::launch(kernel, dim3{decide_blocks}, dim3{kDecideThreads}, 0, c);
+  };
+  switch (c.method) {
+    case Method::standard:
+      return decide(verify_decide_kernel<Method::standard>);
+    case Method::block:
+      return decide(verify_decide_kernel<Method::block>);
+    case Method::coupled:
+      return decide(verify_decide_kernel<Method::coupled>);
+    case Method::synthetic:
+      return decide(verify_decide_kernel<Method::synthetic>);
   }
 }
 
