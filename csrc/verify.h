@@ -93,18 +93,20 @@ struct RowLaw {
   int is_point;  // all on lane `best`: greedy, or not finite
   int status;
   Units total;  // mass
-  int64_t best;
-  int64_t winner;  // coupled: of the race
+  int best;
+  int winner;  // coupled: of the race
 };
 
-// Of a draft: its probability under the target, and what it was drafted from; what is tossed.
+// Of a draft: its probability under the target and under what it was drafted from, what is tossed,
+// and its weight under the target.
 struct Chance {
   double p, q, coin;
+  Units weight;
 };
 
 struct VerifyScratch {
-  int64_t blocks;  // of a row
-  int64_t slots;   // rows of a request: K + 1 of the target's, with draft_logits K of the drafts'
+  int blocks;  // of a row
+  int slots;   // rows of a request: K + 1 of the target's, with draft_logits K of the drafts'
   BlockLaw* block_laws;    // [B, slots, blocks]
   RowLaw* laws;            // [B, slots]
   Chance* chances;         // [B, K]

@@ -12,18 +12,8 @@ void launch(const VerifyCall& c, const Tensor& any) {
       c.method == Method::coupled ? verify_reduce_kernel<true> : verify_reduce_kernel<false>;
   reduce<<<verify_reduce_blocks(c), kReduceThreads, 0, stream>>>(c);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  const auto decide = [&] {
-    switch (c.method) {
-      case Method::standard:
-        return verify_decide_kernel<Method::standard>;
-      case Method::block:
-        return verify_decide_kernel<Method::block>;
-      case Method::coupled:
-        return verify_decide_kernel<Method::coupled>;
-      default:
-        return verify_decide_kernel<Method::synthetic>;
-    }
-  }();
+  const auto decide =
+      c.method == Method::coupled ? verify_decide_kernel<true> : verify_decide_kernel<false>;
   decide<<<verify_decide_blocks(c), kDecideThreads, 0, stream>>>(c);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -1,6 +1,7 @@
 // The op verify on CUDA but for the launches. Contract and reference: mtp_kernels/ops/verify.py.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "verify_args.h"
@@ -33,9 +34,15 @@ inline int64_t place_scratch(VerifyCall& c, uint64_t address) {
 template <auto launch>
 void verify_with_scratch(const VerifyParams& p, const Tensor& any) {
   if (p.requests == 0) return;
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  if (p.vocab > most - kBlock)
+    fail("verify: logits expected at most ", most - kBlock, " columns on CUDA, got ", p.vocab);
   VerifyCall c{p, {}};
   Tensor scratch = torch::stable::new_empty(any, {place_scratch(c, 0)}, ScalarType::Byte);
   place_scratch(c, reinterpret_cast<uint64_t>(scratch.mutable_data_ptr()));
+  if (p.requests * c.scratch.slots * c.scratch.blocks > most)
+    fail("verify: blocks of ", kBlock, " logits expected at most ", most, " on CUDA, got ",
+         p.requests * c.scratch.slots * c.scratch.blocks);
   launch(c, any);
 }
 

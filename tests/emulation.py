@@ -76,6 +76,21 @@ def traffic() -> tuple[int, int]:
     return read.value, written.value
 
 
+def exact(function: str, bits: list[int]) -> list[int]:
+    """A function of csrc/exact.cuh on the bits of floats, or on random words."""
+    results = (ctypes.c_uint32 * len(bits))()
+    given = (ctypes.c_uint32 * len(bits))(*bits)
+    library().emulation_exact(function.encode(), given, ctypes.c_int64(len(bits)), results)
+    return list(results)
+
+
+def philox(seed: int, position: int, purpose: int, lane: int) -> list[int]:
+    words = (ctypes.c_uint32 * 4)()
+    counter = (ctypes.c_uint64(seed), ctypes.c_uint64(position))
+    library().emulation_philox(*counter, ctypes.c_uint32(purpose), ctypes.c_uint32(lane), words)
+    return list(words)
+
+
 def run(kernel: str, x: torch.Tensor, n: int | None = None) -> torch.Tensor:
     """A kernel of cuda_emulation/faults.cpp on float32 x; RuntimeError with what was found."""
     out = torch.zeros_like(x)

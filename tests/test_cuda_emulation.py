@@ -14,7 +14,9 @@ from pathlib import Path
 import cases
 import emulation
 import pytest
+import test_exact
 import torch
+import verify_cases
 
 from mtp_kernels import ops
 
@@ -90,6 +92,29 @@ def test_entry_matches_the_reference(row: cases.EntryRow) -> None:
         rtol, atol = cases.TOLERANCES[row.dtype]
         got, want = emulation.op("entry")(**inputs), ops.entry.entry(**inputs)
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+VERIFY_INPUTS = dict(verify_cases.all_inputs())
+if emulation.SANITIZER:
+    del VERIFY_INPUTS["far-rows"]  # gigabytes, of which a sanitizer keeps a record
+
+
+@pytest.mark.parametrize("name", VERIFY_INPUTS)
+def test_verify_equals_the_reference(name: str) -> None:
+    inputs = VERIFY_INPUTS[name]
+    emulation.seed(len(name))
+    with cases.threads(1):
+        want = ops.verify.verify(**inputs)
+    for got, wanted in zip(emulation.op("verify")(**inputs), want, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_exact_functions_have_the_reference_bits() -> None:
+    table = test_exact.make_table()
+    for *counter, words in table.pop("philox"):
+        assert emulation.philox(*counter) == words
+    for function, (bits, results) in table.items():
+        assert emulation.exact(function, bits) == results, function
 
 
 @pytest.mark.parametrize("op", ["draft_pack", "draft_step"])
