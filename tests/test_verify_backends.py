@@ -4,6 +4,7 @@
 kernels run in Triton's interpreter only if `TRITON_INTERPRET` is set before triton is imported.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cases
+import emulation
 import pytest
 import torch
 from torch import Tensor
@@ -72,6 +74,15 @@ def test_the_sample_is_large_and_varied(reference: Outputs) -> None:
 
 def test_cpu_equals_the_reference(reference: Outputs) -> None:
     assert differing(outputs_of(torch.ops.mtp_kernels.verify), reference) == []
+
+
+def test_cuda_in_the_emulation_equals_cpu() -> None:
+    """8 requests of every second launch: an emulated thread takes its time."""
+    for seed in LAUNCHES[::2]:
+        row = dataclasses.replace(cases.random_verify_row(seed), requests=8)
+        got = emulation.op("verify")(**cases.verify_inputs(row, seed))
+        want = torch.ops.mtp_kernels.verify(**cases.verify_inputs(row, seed))
+        assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True)), row.id
 
 
 def test_triton_equals_the_reference(reference: Outputs, triton: Callable[[], Outputs]) -> None:

@@ -112,11 +112,24 @@ def on_the_edge() -> dict[str, dict[str, Any]]:
     apart = torch.zeros(12, 8193)
     apart[:, torch.arange(39) * 100] = 4.0
     apart[:, 5000] = 7.0
+    # Drafts whose likelihoods differ a little: the block rule keeps a share of p between 0 and 1.
+    gen = torch.Generator().manual_seed(4)
+    near = torch.randn(2, 400, 30, generator=gen)
     return {
         "far-rows": base | {"logits": far},
         "signed-zeros": base | {"logits": x.sign() * 0.0} | filters,
         "hot": base | {"logits": x, "temperature": torch.tensor([3e38, 1e30])},
         "large": base | {"logits": x * 3e38, "temperature": torch.tensor([1e-5, 1.0])} | filters,
+        "block-keeps-a-share": {
+            "logits": near[0],
+            "draft_ids": torch.randint(0, 30, (100, 3), generator=gen),
+            "cu_rows": torch.arange(0, 401, 4),
+            "positions": torch.arange(400),
+            "temperature": torch.ones(100),
+            "seeds": torch.arange(100),
+            "draft_logits": near[1, :300],
+            "method": "block",
+        },
         "border-of-greedy": sampled(torch.zeros(12, 70), temperature=border),
         "cut-between-neighbours": sampled(neighbours.to(BF16), min_p=torch.full((6,), 0.998)),
         "blocks-apart": sampled(apart, top_k=torch.full((12,), 40)),
