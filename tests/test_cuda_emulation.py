@@ -125,20 +125,6 @@ def test_the_order_of_threads_and_blocks_does_not_show(op: str) -> None:
         torch.testing.assert_close(other, left[0], rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_hidden_state_is_moved_once() -> None:
-    """draft_pack writes each row, and reads it if it is used; draft_step moves what it keeps."""
-    inputs = cases.draft_pack_inputs(draft_row("draft_pack", "bf16"))
-    row_bytes = inputs["out_hidden"][0].nbytes
-    emulation.traffic()
-    emulation.op("draft_pack")(**inputs)
-    used = inputs["out_hidden"][: inputs["num_rows"]].any(1).sum().item()
-    assert emulation.traffic() == (used * row_bytes, inputs["num_rows"] * row_bytes)
-    inputs = cases.draft_step_inputs(draft_row("draft_step", "bf16"))
-    emulation.op("draft_step")(**inputs)
-    kept = inputs["num_kept"][inputs["slots"][:5]].sum().item()
-    assert emulation.traffic() == (kept * row_bytes, kept * row_bytes)
-
-
 @pytest.mark.parametrize("drafts", [1, 3])
 def test_nothing_behind_the_last_row_is_read(drafts: int) -> None:
     """Buffers that end with the last row of the last request."""
