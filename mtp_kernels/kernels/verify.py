@@ -401,7 +401,7 @@ def _law(call, round, row, cut, NUM: tl.constexpr):
     highest = tl.where(highest >= cut, highest, -INF)
     scales = _exp2_below(highest, top, scale)
     masses = _masses(sums, scales)
-    cut = tl.to_tensor(cut)
+    cut = tl.full((), cut, tl.float32)
     return Law(is_finite, is_point, best, scale, cut, highest, scales, sums, masses, tl.sum(masses))
 
 
