@@ -156,11 +156,11 @@ class Bench:
 
     def _where(self) -> dict[str, Any]:
         where = provenance() | {"dry run": self.is_dry}
+        where["triton"] = importlib.metadata.version("triton")
         if not self.is_dry:
             query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
             where["gpu"] = subprocess.run(query, capture_output=True, text=True).stdout.strip()
             where["cuda"] = torch.version.cuda
-            where["triton"] = importlib.metadata.version("triton")
             where["vllm"] = importlib.metadata.version("vllm") if VLLM else None
         return where
 
@@ -507,8 +507,9 @@ def entry_case(bench: Bench, tokens: int, hidden: int, is_first: bool) -> Case:
     contenders: Contenders = {
         language: lambda op=op: op(**inputs) for language, op in bench.kernels("entry").items()
     }
-    plain = lambda: unfused(lambda x: F.rms_norm(x, (hidden,), gain, 1e-6))  # noqa: E731
-    contenders |= bench.peers(plain, is_first)
+    contenders |= bench.peers(
+        lambda: unfused(lambda x: F.rms_norm(x, (hidden,), gain, 1e-6)), is_first
+    )
     if VLLM and not bench.is_dry:
         from vllm import _custom_ops
 
@@ -543,7 +544,7 @@ def markdown(result: dict[str, Any]) -> str:
     where = result["where"]
     lines = [
         f"{where.get('gpu') or 'dry run, no GPU'}; {where['date']}, commit {where['commit']}, "
-        f"torch {where['torch']}, triton {where.get('triton', '')}; copy bandwidth "
+        f"torch {where['torch']}, triton {where['triton']}; copy bandwidth "
         f"{result.get('copy bandwidth', 0) / 1e9:.0f} GB/s"
         + ("; cut: the time was up" if result.get("cut") else ""),
         "",
