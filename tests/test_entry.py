@@ -17,7 +17,6 @@ from typing import Any
 import cases
 import emulation
 import interpreter
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -503,36 +502,17 @@ if INTERPRETED:
     @pytest.mark.parametrize("tokens, out_features", [(5, 70), (40, 2100), (130, 150)])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_traffic_is_what_the_programs_load_and_store(
-        monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int, out_features: int
+        dtype: torch.dtype, tokens: int, out_features: int
     ) -> None:
-        from triton.runtime.interpreter import InterpreterBuilder as Builder
-
-        asked, stored, addresses = 0, 0, set()
-        load, store = Builder.create_masked_load, Builder.create_masked_store
-
-        def counting_load(self: Any, pointers: Any, mask: Any, *args: Any) -> Any:
-            nonlocal asked
-            size = pointers.get_element_ty().primitive_bitwidth // 8
-            mask_, at = np.broadcast_arrays(mask.data, pointers.data)
-            asked += size * int(mask_.sum())
-            addresses.update((int(x), size) for x in np.unique(at[mask_]))
-            return load(self, pointers, mask, *args)
-
-        def counting_store(self: Any, pointers: Any, value: Any, mask: Any, *args: Any) -> Any:
-            nonlocal stored
-            size = pointers.get_element_ty().primitive_bitwidth // 8
-            stored += size * int(np.broadcast_to(mask.data, pointers.data.shape).sum())
-            return store(self, pointers, value, mask, *args)
-
-        monkeypatch.setattr(Builder, "create_masked_load", counting_load)
-        monkeypatch.setattr(Builder, "create_masked_store", counting_store)
         inputs = cases.entry_inputs(cases.EntryRow("", dtype, tokens, 96, out_features))
         inputs["embed_weight"] = torch.randn(tokens, 96).to(dtype)
         inputs["input_ids"] = torch.arange(tokens)
-        kernels.entry(**inputs)
+        with interpreter.counted() as launches:
+            kernels.entry(**inputs)
+        (launch,) = launches
         sizes = tokens, 96, out_features, dtype.itemsize
-        assert asked + stored == kernels.traffic(*sizes, shared=False)
-        assert sum(size for _, size in addresses) + stored == kernels.traffic(*sizes)
+        assert launch.asked_for() == kernels.traffic(*sizes, shared=False)
+        assert launch.moved() == kernels.traffic(*sizes)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("sizes", [(1, 2, 5, 16), (17, 33, 64), (65, 128, 130)])

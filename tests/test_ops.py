@@ -176,7 +176,7 @@ def test_who_owns_each_dispatch_key(name: str) -> None:
     op = f"mtp_kernels::{name}"
     is_compiled = OPS[name].cuda == "compiled" and mtp_kernels.build_info()["cuda"]
     assert has_kernel(op, "CUDA")
-    assert ("_declare.py" in owner(name, "CUDA")) == (not is_compiled)
+    assert (f"csrc/{name}_cuda.cu" if is_compiled else "_declare.py") in owner(name, "CUDA")
     assert has_kernel(op, "Meta") and has_kernel(op, "CompositeExplicitAutograd")
 
 

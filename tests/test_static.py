@@ -49,11 +49,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list
 def test_triton_kernels_compile_to_what_is_claimed(
     rows: dict[tuple[str, str], list], op: str, configuration: str
 ) -> None:
-    (kernels,) = (x.kernels for x in static.TABLE if (x.op, x.configuration) == (op, configuration))
+    (case,) = (x for x in static.TABLE if (x.op, x.configuration) == (op, configuration))
     got = rows[op, configuration]
     # All launches, and no others.
     assert [(row.arch, row.kernel) for row in got] == [
-        (arch, kernel) for arch in static.ARCHS for kernel in kernels
+        (arch, kernel) for arch in case.archs for kernel in case.kernels
     ]
     assert [(row, faults) for row in got if (faults := static.faults(row))] == []
 

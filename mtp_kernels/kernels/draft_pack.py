@@ -374,6 +374,15 @@ _BLOCK = 4096
 _LANES = 128
 
 
+def traffic(num_rows: int, num_used: int, row_bytes: int) -> tuple[int, int]:
+    """Bytes of hidden states that a launch reads and writes, here and in csrc/draft_pack.cuh.
+
+    num_used: rows of windows and surviving ones, which are copies; the others become zeros. The
+    integers, some dozen of a row, are left out.
+    """
+    return num_used * row_bytes, num_rows * row_bytes
+
+
 def matrix(x: Tensor | None) -> Matrix | None:
     return None if x is None else Matrix(x, x.stride(0))
 

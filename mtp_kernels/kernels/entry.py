@@ -455,3 +455,20 @@ def traffic(
     out = num_tokens * out_features
     partial = 3 * out * 4 if programs == 2 else 0  # both write theirs, one reads the other's
     return weights + gains + rows + partial + out * itemsize
+
+
+def norms_traffic(
+    num_tokens: int, num_known: int, size: int, itemsize: int = 2, *, embed_norm: bool = False
+) -> tuple[int, int]:
+    """Bytes of rows and gains that a launch of csrc/entry.cuh's kernel asks for, and writes.
+
+    num_known: tokens whose embedding is not zero. A row of at most 16 KB is read once; a longer one
+    once per norm and once more, each time with the gains of all norms up to there.
+    """
+
+    def half(norms: int) -> int:
+        is_held = size * itemsize <= 16384
+        return 1 + norms if is_held else 1 + norms + norms * (norms + 1) // 2
+
+    rows = num_tokens * half(1) + num_known * half(2 if embed_norm else 1)
+    return rows * size * itemsize, 2 * num_tokens * size * itemsize

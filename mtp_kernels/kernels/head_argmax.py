@@ -163,3 +163,12 @@ _SKINNY = {"BLOCK_T": 16, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_st
 # sm_100, where 128 registers would spill, for one.
 _SAMPLED = _SKINNY | {"BLOCK_V": 64, "BLOCK_K": 128}
 _WIDE = {"BLOCK_T": 64, "BLOCK_V": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+
+
+def traffic(num_tokens: int, size: int, vocab: int, itemsize: int = 2) -> int:
+    """Bytes that a launch without sampling and map moves, where each comes from memory once.
+
+    Programs that read the same weights are neighbours in the grid; the tokens stay in L2.
+    """
+    winners = triton.cdiv(vocab, SLICE.value) * num_tokens * (4 + 8)
+    return (vocab + num_tokens) * size * itemsize + winners

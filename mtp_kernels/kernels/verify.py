@@ -401,7 +401,7 @@ def _law(call, round, row, cut, NUM: tl.constexpr):
     highest = tl.where(highest >= cut, highest, -INF)
     scales = _exp2_below(highest, top, scale)
     masses = _masses(sums, scales)
-    cut = tl.to_tensor(cut)
+    cut = tl.full((), cut, tl.float32)
     return Law(is_finite, is_point, best, scale, cut, highest, scales, sums, masses, tl.sum(masses))
 
 
@@ -1115,7 +1115,7 @@ def verify(
     vocab = logits.shape[1]
     num_blocks = triton.cdiv(vocab, BLOCK.value)
     num = triton.next_power_of_2(num_blocks)
-    group = max(32, num * BLOCK.value // 8192)  # a row's 8192 groups fit the registers
+    group = _group(num)
     per_block = BLOCK.value // group
     num_slots = num_drafts + 1 + (num_drafts if draft_logits is not None else 0)
     penalties = None
@@ -1212,7 +1212,43 @@ _REDUCE_HEAVY_CONFIG = _EXACT | {"num_warps": 8, "maxnreg": 160}
 # One program works alone on a request: wide, and at home on an SM.
 _DECIDE_CONFIG = _EXACT | {"num_warps": 8, "maxnreg": 255}
 
+
+def traffic(
+    num_requests: int,
+    num_drafts: int,
+    vocab: int,
+    itemsize: int = 2,
+    *,
+    num_candidates: int | None = None,
+) -> int:
+    """Bytes that both launches move where every draft is judged and accepted, which is the most.
+
+    Of method standard and one-hot drafts, without bias, penalties and mask. What a launch reads
+    several times comes from memory once. Arguments and results, some dozen bytes of a row, are left
+    out.
+
+    num_candidates: None without filters; else the groups of lanes in each row that may pass its
+    cut: at most BLOCK / GROUP, as with more the row is read again.
+    """
+    num_rows = num_requests * (num_drafts + 1)
+    num_blocks = triton.cdiv(vocab, BLOCK.value)
+    lanes = num_rows * vocab + num_requests * min(vocab, BLOCK.value)  # the block drawn from
+    reduced = 2 * num_rows * num_blocks * (4 + 8 + 4)  # highest, sums, picks: written and read
+    if num_candidates is None:
+        return (lanes + num_requests * num_drafts) * itemsize + reduced
+    group = _group(triton.next_power_of_2(num_blocks))
+    lanes += num_rows * num_candidates * group  # the drafts' among them
+    groups = num_blocks * (BLOCK.value // group) + num_candidates  # written and read, of 4 bytes
+    cut = num_blocks * 8 + 2 * 4  # sums above it written, itself written and read
+    return lanes * itemsize + reduced + num_rows * (2 * 4 * groups + cut)
+
+
 _GRAINS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero bits of a `_key`
+
+
+def _group(num: int) -> int:
+    """Lanes of a group: a row's groups, 8192 at most, fit the registers."""
+    return max(32, num * BLOCK.value // 8192)
 
 
 def _matrix(x: Tensor | None) -> Matrix | None:
