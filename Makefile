@@ -96,7 +96,7 @@ $(VENV)/.tools: $(VENV)/.vllm pyproject.toml
 
 $(VENV)/.package: $(VENV)/.tools pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 	@echo "[env 3/3] mtp_kernels: compile and install, about a minute"
-	@$(PIP_INSTALL) --no-build-isolation -e '.[test,demo]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[test,bench,demo]'
 	@touch $@
 
 $(EVAL_VENV)/.ready:

@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from interleaved import provenance
 from torch import Tensor
-from verify import ROWS as VERIFY_ROWS
-from verify import Batch, ours, straightforward_torch
+from suite.test_verify import VERIFY_SAMPLING as VERIFY_ROWS
+from suite.test_verify import Batch, ours, straightforward_torch
 
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers

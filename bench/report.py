@@ -1,0 +1,313 @@
+"""What the suite has measured, as JSON, as tables and as plots.
+
+python bench/report.py [FOLDER]     makes bench.md and the plots from FOLDER/bench.json again
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from interleaved import OURS, READ, RESULTS, ratio, write
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Table = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row: who took how long, and for how much."""
+
+    op: str
+    shape: Mapping[str, int | str]
+    threads: int
+    tiny: bool
+    seconds: Mapping[str, Sequence[float]]  # per call, [rounds] for each contender
+    bytes: Mapping[str, int]  # that must be moved
+    operations: int  # multiply-adds count as two; 0: not counted
+    notes: Mapping[str, str]  # what the contenders other than ours are
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.seconds[name])
+
+    def rate(self, name: str) -> float:
+        """Bytes per second."""
+        return self.bytes[name] / self.median(name)
+
+    def share(self, name: str) -> float | None:
+        """Of the rate at which the same round read; None where no read was timed."""
+        if READ not in self.seconds:
+            return None
+        times = ratio(self.seconds[READ], self.seconds[name])[0]
+        return times * self.bytes[name] / self.bytes[READ]
+
+    def label(self) -> str:
+        return ", ".join(
+            f"{name}={x:,}" if isinstance(x, int) else x for name, x in self.shape.items()
+        )
+
+
+# ---- Tables ---------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("s", 1), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def against(result: Result, name: str) -> str:
+    """Its time, and how many times longer than ours, with the lower bound."""
+    if name not in result.seconds:
+        return ""
+    median, bound = ratio(result.seconds[name], result.seconds[OURS])
+    return f"{duration(result.median(name))}, {median:.2f} (>= {bound:.2f})"
+
+
+def achieved(result: Result, cache: int) -> str:
+    """GB/s and the share of the read ceiling, or where the data was."""
+    text = f"{result.rate(OURS) / 1e9:.1f} GB/s"
+    share = result.share(OURS)
+    if result.bytes[OURS] < cache or share is None:
+        return f"{text}, in cache"
+    return f"{text}, {share:.0%}"
+
+
+def by_op(results: Sequence[Result]) -> dict[str, list[Result]]:
+    ops: dict[str, list[Result]] = {}
+    for result in results:
+        ops.setdefault(result.op, []).append(result)
+    return ops
+
+
+def contenders(results: Sequence[Result]) -> dict[str, str]:
+    """Name -> note of all but ours, in the order they were given."""
+    return {name: note for result in results for name, note in result.notes.items()}
+
+
+def op_tables(results: Sequence[Result], where: Mapping[str, Any]) -> Iterator[str]:
+    for op, rows in by_op(results).items():
+        names = contenders(rows)
+        table = [["", "threads", OURS, "moved", *names]]
+        for one in rows:
+            cells = [one.label(), str(one.threads), duration(one.median(OURS))]
+            cells.append(achieved(one, where["cache"]))
+            table.append(cells + [against(one, name) for name in names])
+        yield f"## {op}"
+        yield "\n".join(f"- {name}: {note}" for name, note in names.items())
+        yield markdown(table)
+
+
+def markdown(table: Table) -> str:
+    rows = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def text_of(results: Sequence[Result], where: Mapping[str, Any]) -> str:
+    """bench.md. Without the scaling where only tiny rows were run."""
+    tiny = [one for one in results if one.tiny]
+    large = [one for one in results if not one.tiny]
+    reads = [one.bytes[READ] / one.median(READ) / 1e9 for one in large if READ in one.seconds]
+    parts = [
+        "# The ops on CPU",
+        f"{where['date']}, commit {where['commit']}, {where['cpu']}, {where['threads']} threads, "
+        f"{where['build']['cpu_isa']}, torch {where['torch']}, Python {where['python']}. bfloat16.",
+        "Medians. A ratio is how many times longer the contender takes: the median of ratios "
+        "within rounds, in brackets its lower 97.5% bound. Moved: the bytes that must be read and "
+        "written, and in percent the share of the rate at which all threads read and sum such "
+        f"bytes in the same rounds. In cache: less than the {where['cache'] >> 20} MB that the "
+        "last cache holds, or nothing to compare with.",
+    ]
+    if reads:
+        parts.append(f"Read in these rounds: {min(reads):.1f} to {max(reads):.1f} GB/s.")
+    parts += op_tables(large, where)
+    if large and (fits := list(sweeps(large))):
+        table = [["op", "axis", "the rest", "fitted", "furthest from it"]]
+        table += [fit.cells() for fit in fits]
+        parts += ["## How cost grows", SCALING, markdown(table)]
+        reasons = dict.fromkeys(WHY[fit.op, fit.axis] for fit in fits if fit.op_axis in WHY)
+        parts.append("\n".join(f"- {reason}" for reason in reasons))
+    if tiny:
+        parts += ["## What a call costs", "Tiny shapes: the time is the call's."]
+        names = contenders(tiny)
+        table = [["op", "", OURS, *names]]
+        for one in tiny:
+            cells = [one.op, one.label(), duration(one.median(OURS))]
+            table.append(cells + [against(one, name) for name in names])
+        parts.append(markdown(table))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# ---- How cost grows -------------------------------------------------------------------------
+
+SCALING = (
+    "Ours, time fitted by `a + b x` over rows that differ in one axis (least squares of relative "
+    "errors); threads by `a + b / threads`. Why a kernel is off its line:"
+)
+WHY = {
+    ("entry", "T"): "entry and head_argmax over T: the weight is read once for all rows, which "
+    "takes longer than the arithmetic of the first 8 rows or so; from there on the multiply-add "
+    "units are the limit. A bent line is flat, then steep, and its corner lies below the fit.",
+    ("verify", "B"): "verify over B: a request is judged up to its first rejection, so that the "
+    "rows that are read are not quite in proportion to B.",
+    ("verify", "K"): "verify over K: rows behind a first rejection are not read; with K the "
+    "chance of one before the last row grows, and the line bends down.",
+    ("verify", "V"): "verify over V: the smallest vocabularies fit into the last cache.",
+    ("draft_pack", "B"): "draft ops over B: the hidden states of few requests lie in the cache.",
+}
+WHY["head_argmax", "T"] = WHY["entry", "T"]
+WHY["draft_step", "B"] = WHY["draft_pack", "B"]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Rows of an op that differ in one axis only, by its values."""
+
+    op: str
+    axis: str
+    rest: str
+    x: np.ndarray
+    seconds: np.ndarray
+    a: float
+    b: float
+
+    @property
+    def op_axis(self) -> tuple[str, str]:
+        return self.op, self.axis
+
+    def fitted(self, x: np.ndarray) -> np.ndarray:
+        return self.a + self.b * grows_with(self.axis, x)
+
+    def cells(self) -> list[str]:
+        errors = self.fitted(self.x) / self.seconds - 1
+        worst = int(np.abs(errors).argmax())
+        sign = "below" if errors[worst] > 0 else "above"
+        unit = " / threads" if self.axis == "threads" else f" {self.axis}"
+        slope, start = duration(abs(self.b)), duration(abs(self.a))
+        line = f"{'-' * (self.a < 0)}{start} {'-' if self.b < 0 else '+'} {slope}{unit}"
+        off = f"{self.axis}={self.x[worst]:,}: {abs(errors[worst]):.0%} {sign}"
+        return [self.op, self.axis, self.rest, line, off]
+
+
+def grows_with(axis: str, x: np.ndarray) -> np.ndarray:
+    return 1 / x if axis == "threads" else x.astype(float)
+
+
+def sweeps(results: Sequence[Result]) -> Iterator[Sweep]:
+    """Every axis that at least three rows differ in, or two for threads."""
+    groups: dict[tuple[str, str, str], dict[int, float]] = {}
+    for one in results:
+        values = {**one.shape, "threads": one.threads}
+        for axis, x in values.items():
+            if isinstance(x, int):
+                rest = ", ".join(f"{name}={y}" for name, y in values.items() if name != axis)
+                groups.setdefault((one.op, axis, rest), {})[x] = one.median(OURS)
+    for (op, axis, rest), points in groups.items():
+        if len(points) >= (2 if axis == "threads" else 3):
+            x = np.array(sorted(points))
+            y = np.array([points[i] for i in sorted(points)])
+            columns = np.stack([np.ones(len(x)), grows_with(axis, x)], axis=1)
+            a, b = np.linalg.lstsq(columns / y[:, None], np.ones(len(x)), rcond=None)[0]
+            yield Sweep(op, axis, rest, x, y, float(a), float(b))
+
+
+# ---- Plots ----------------------------------------------------------------------------------
+
+MARKERS = {"entry": "o", "head_argmax": "s"}
+COLORS = {OURS: "tab:blue", "vLLM": "tab:orange", "torch": "tab:green", "torch.compile": "tab:olive"}
+
+
+def roofline(axes: Axes, results: Sequence[Result]) -> None:
+    """Operations per second against operations per byte, under what was read and computed."""
+    rows = [one for one in results if one.operations and one.notes and READ in one.seconds]
+    if not rows:
+        return
+    read = statistics.median(one.bytes[READ] / one.median(READ) for one in rows)
+    peak = 0.0
+    for one in rows:
+        for name, color in COLORS.items():
+            if name in one.seconds:
+                x = one.operations / one.bytes[name]
+                rate = one.operations / one.median(name) / 1e9
+                peak = max(peak, rate)
+                axes.plot(x, rate, MARKERS[one.op], color=color, markersize=5, alpha=0.8)
+    x = np.geomspace(*(f(one.operations / one.bytes[OURS] for one in rows) for f in (min, max)))
+    axes.plot(x, np.minimum(read * x / 1e9, peak), color="black", linewidth=1)
+    for name, color in COLORS.items():
+        axes.plot([], [], "o", color=color, label=name)
+    for op, marker in MARKERS.items():
+        axes.plot([], [], marker, color="gray", label=op)
+    title = f"Roof: {read / 1e9:.0f} GB/s read in the same rounds, the highest rate reached"
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="GFLOP/s")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def speedups(axes: Axes, results: Sequence[Result]) -> None:
+    """How many times longer vLLM takes: medians, and a line from the lower bound."""
+    rows = [one for one in results if "vLLM" in one.seconds][::-1]
+    for i, one in enumerate(rows):
+        median, bound = ratio(one.seconds["vLLM"], one.seconds[OURS])
+        axes.barh(i, median, color=COLORS["vLLM"], alpha=0.6)
+        axes.plot([bound, median], [i, i], color="black", linewidth=1)
+        axes.text(median, i, f" {median:.2f}", va="center", fontsize=7)
+    labels = [f"{one.op}: {one.label()}" for one in rows]
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="vLLM's time / ours")
+    axes.margins(x=0.15)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    roofline(left, results)
+    speedups(right, results)
+    figure.savefig(path, dpi=110)
+
+
+def plot_scaling(results: Sequence[Result], path: Path) -> None:
+    """One panel for each op and axis, with the fitted line."""
+    panels: dict[tuple[str, str], list[Sweep]] = {}
+    for sweep in sweeps(results):
+        panels.setdefault(sweep.op_axis, []).append(sweep)
+    if not panels:
+        return
+    columns = 4
+    figure = Figure(figsize=(14, 3 * -(-len(panels) // columns)), layout="constrained")
+    for i, ((op, axis), lines) in enumerate(panels.items()):
+        axes = figure.add_subplot(-(-len(panels) // columns), columns, i + 1)
+        for sweep in lines:
+            (points,) = axes.plot(sweep.x, sweep.seconds * 1e3, "o", label=sweep.rest, markersize=4)
+            x = np.geomspace(sweep.x[0], sweep.x[-1])
+            axes.plot(x, sweep.fitted(x) * 1e3, color=points.get_color(), linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms", title=op)
+        axes.legend(fontsize=5)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+
+
+def write_report(results: Sequence[Result], where: Mapping[str, Any], folder: Path) -> None:
+    """bench.json, bench.md, bench.png and, where a shape was varied, bench_scaling.png."""
+    rows = [asdict(one) for one in results]
+    write("bench", {"where": where, "rows": rows}, text_of(results, where), folder)
+    large = [one for one in results if not one.tiny]
+    plot(large or results, folder / "bench.png")
+    plot_scaling(large, folder / "bench_scaling.png")
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    stored = json.loads((folder / "bench.json").read_text())
+    write_report([Result(**row) for row in stored["rows"]], stored["where"], folder)
+
+
+if __name__ == "__main__":
+    main()
