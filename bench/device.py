@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from interleaved import provenance
-from torch import Tensor
 from suite.test_verify import VERIFY_SAMPLING as VERIFY_ROWS
 from suite.test_verify import Batch, ours, straightforward_torch
+from torch import Tensor
 
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers

@@ -123,7 +123,9 @@ def cache_bytes() -> int:
     caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     sizes = [text.strip() for text in map(Path.read_text, caches)]
     units = {"K": 2**10, "M": 2**20}
-    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
+    return max(
+        (int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0
+    )
 
 
 def provenance() -> dict[str, Any]:

@@ -220,7 +220,12 @@ def sweeps(results: Sequence[Result]) -> Iterator[Sweep]:
 # ---- Plots ----------------------------------------------------------------------------------
 
 MARKERS = {"entry": "o", "head_argmax": "s"}
-COLORS = {OURS: "tab:blue", "vLLM": "tab:orange", "torch": "tab:green", "torch.compile": "tab:olive"}
+COLORS = {
+    OURS: "tab:blue",
+    "vLLM": "tab:orange",
+    "torch": "tab:green",
+    "torch.compile": "tab:olive",
+}
 
 
 def roofline(axes: Axes, results: Sequence[Result]) -> None:

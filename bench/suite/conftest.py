@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import BenchRow, threads
 from interleaved import OURS, READ, Contenders, Contest, Rounds, provenance, ratio, reader
 from pytest_benchmark.fixture import BenchmarkFixture
 from report import Result, text_of, write_report
 from torch import Tensor
-
-import suite  # noqa: F401  puts tests/ on the path
-from cases import BenchRow, threads
 
 RESULTS = pytest.StashKey[list[Result]]()
 
@@ -25,6 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[RESULTS] = []
+    config.option.benchmark_quiet = True  # our table has its times, per call and beside others'
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,10 +42,8 @@ def pytest_terminal_summary(
     if not results:
         return
     terminalreporter.write_line("\n" + text_of(results, where))
-    folder = config.getoption("--output")
-    if folder and not terminalreporter.stats.get("failed", []) + terminalreporter.stats.get(
-        "error", []
-    ):
+    folder, stats = config.getoption("--output"), terminalreporter.stats
+    if folder and not stats.get("failed") and not stats.get("error"):
         write_report(results, where, folder)
 
 

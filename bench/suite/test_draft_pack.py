@@ -3,13 +3,12 @@
 from typing import Any
 
 import torch
+from cases import BF16, DRAFT_BENCH, DraftBench, DraftRow, draft_pack_inputs
 from interleaved import OURS, Contest, agree
 from torch import Tensor
 
-from cases import BF16, DRAFT_BENCH, DraftBench, DraftRow, draft_pack_inputs
 from mtp_kernels.ops.draft_pack import draft_pack
 from suite import stock
-
 
 ROWS = DRAFT_BENCH
 NOTES = {

@@ -4,14 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from cases import BENCH_VOCAB, BF16, DRAFT_BENCH, DraftBench, DraftRow, draft_step_inputs
 from interleaved import OURS, Contest, agree
 from torch import Tensor
 
-from cases import BENCH_VOCAB, BF16, DRAFT_BENCH, DraftBench, DraftRow, draft_step_inputs
 from mtp_kernels.ops.draft_step import OP, draft_step
 from mtp_kernels.ops.head_argmax import SLICE
 from suite import stock
-
 
 ROWS = DRAFT_BENCH
 SLICES = BENCH_VOCAB // SLICE  # winners of the head, of which this op takes the best

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from cases import BF16, ENTRY_BENCH, TOLERANCES, EntryBench
 from interleaved import OURS, Contenders, Contest, agree, compiled
 from torch import Tensor
 
-from cases import BF16, ENTRY_BENCH, TOLERANCES, EntryBench
 from mtp_kernels.ops import pack_projection
 from suite import stock
-
 
 ROWS = ENTRY_BENCH
 EPS, TABLE = 1e-6, 8192  # rows of the embedding table: enough of them to be read from memory

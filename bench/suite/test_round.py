@@ -1,20 +1,19 @@
-"""A whole draft round but for its layers' attention and MLP: what lies between them, entry, head."""
+"""A draft round without its layers' attention and MLP: what lies between layers, entry, head."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import BF16, ROUND_BENCH, TOLERANCES, RoundBench
 from interleaved import OURS, Contest
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
-from cases import BF16, ROUND_BENCH, TOLERANCES, RoundBench
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
 from suite import stock
-
-from suite.test_entry import EPS, TABLE, Weights
+from suite.test_entry import TABLE, Weights
 from suite.test_head_argmax import PRUNED, Head, head_of
 
 ROWS = ROUND_BENCH

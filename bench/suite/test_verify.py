@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import VERIFY_BENCH, VERIFY_SAMPLING, VerifyBench
 from interleaved import OURS, Contenders, Contest, agree, compiled
 from torch import Tensor
 
-from cases import VERIFY_BENCH, VERIFY_SAMPLING, VerifyBench
 from mtp_kernels import verification
-
 
 ROWS = VERIFY_BENCH
 NOTES = {
@@ -88,9 +87,8 @@ def straightforward_torch(
 
     def result(token: Tensor, accepted: Tensor) -> tuple[Tensor, Tensor]:
         last = torch.where(places == accepted[:, None], token[:, None], -1)
-        return torch.where(places < accepted[:, None], F.pad(batch.draft_ids, (0, 1)), last), (
-            accepted
-        )
+        drafts = F.pad(batch.draft_ids, (0, 1))
+        return torch.where(places < accepted[:, None], drafts, last), accepted
 
     def greedy() -> tuple[Tensor, Tensor]:
         best = batch.logits.argmax(-1).view(batch.requests, -1)
@@ -168,7 +166,9 @@ def transformers_sampler(
     from transformers.generation.utils import _speculative_sampling
 
     assert batch.requests == 1 and batch.draft_logits is not None
-    warpers = logits_process.LogitsProcessorList([logits_process.TemperatureLogitsWarper(temperature)])
+    warpers = logits_process.LogitsProcessorList(
+        [logits_process.TemperatureLogitsWarper(temperature)]
+    )
     if top_k is not None and top_p is not None:
         warpers += [logits_process.TopKLogitsWarper(top_k), logits_process.TopPLogitsWarper(top_p)]
 
