@@ -6,7 +6,7 @@ python bench/report.py [FOLDER]     makes bench.md and the plots from FOLDER/ben
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ class Result:
         return times * self.bytes[name] / self.bytes[READ]
 
     def label(self) -> str:
-        return ", ".join(
-            f"{name}={x:,}" if isinstance(x, int) else x for name, x in self.shape.items()
-        )
+        return labels(self.shape.items())
+
+
+def labels(values: Iterable[tuple[str, int | str]]) -> str:
+    return ", ".join(f"{name}={x:,}" if isinstance(x, int) else x for name, x in values)
 
 
 # ---- Tables ---------------------------------------------------------------------------------
@@ -113,7 +115,11 @@ def text_of(results: Sequence[Result], where: Mapping[str, Any]) -> str:
     """bench.md. Without the scaling where only tiny rows were run."""
     tiny = [one for one in results if one.tiny]
     large = [one for one in results if not one.tiny]
-    reads = [one.bytes[READ] / one.median(READ) / 1e9 for one in large if READ in one.seconds]
+    reads = [
+        one.bytes[READ] / one.median(READ) / 1e9
+        for one in large
+        if READ in one.seconds and one.bytes[READ] > where["cache"]
+    ]
     parts = [
         "# The ops on CPU",
         f"{where['date']}, commit {where['commit']}, {where['cpu']}, {where['threads']} threads, "
@@ -125,14 +131,19 @@ def text_of(results: Sequence[Result], where: Mapping[str, Any]) -> str:
         "last cache holds, or nothing to compare with.",
     ]
     if reads:
-        parts.append(f"Read in these rounds: {min(reads):.1f} to {max(reads):.1f} GB/s.")
+        parts.append(
+            f"Read from memory in these rounds: {min(reads):.1f} to {max(reads):.1f} GB/s."
+        )
     parts += op_tables(large, where)
     if large and (fits := list(sweeps(large))):
         table = [["op", "axis", "the rest", "fitted", "furthest from it"]]
         table += [fit.cells() for fit in fits]
         parts += ["## How cost grows", SCALING, markdown(table)]
-        reasons = dict.fromkeys(WHY[fit.op, fit.axis] for fit in fits if fit.op_axis in WHY)
-        parts.append("\n".join(f"- {reason}" for reason in reasons))
+        bent = [fit.op_axis for fit in fits if np.abs(fit.errors).max() >= BENT]
+        reasons = dict.fromkeys(WHY[op_axis] for op_axis in bent if op_axis in WHY)
+        if reasons:
+            parts.append(f"Off the line by {BENT:.0%} or more, and why:")
+            parts.append("\n".join(f"- {reason}" for reason in reasons))
     if tiny:
         parts += ["## What a call costs", "Tiny shapes: the time is the call's."]
         names = contenders(tiny)
@@ -147,27 +158,30 @@ def text_of(results: Sequence[Result], where: Mapping[str, Any]) -> str:
 # ---- How cost grows -------------------------------------------------------------------------
 
 SCALING = (
-    "Ours, time fitted by `a + b x` over rows that differ in one axis (least squares of relative "
-    "errors); threads by `a + b / threads`. Why a kernel is off its line:"
+    "Ours, a line fitted to the times of rows that differ in one axis, by least squares of "
+    "relative errors. Over T it is the longer of the read, which is the same for all T, and the "
+    "arithmetic; over threads, what they do not share and what they do."
 )
+BENT = 0.1  # from here on a kernel is off its line, and the report says why
 WHY = {
-    ("entry", "T"): "entry and head_argmax over T: the weight is read once for all rows, which "
-    "takes longer than the arithmetic of the first 8 rows or so; from there on the multiply-add "
-    "units are the limit. A bent line is flat, then steep, and its corner lies below the fit.",
+    ("entry", "T"): "entry and head_argmax over T: near the corner, where the read takes about as "
+    "long as the arithmetic, they do not overlap entirely.",
     ("verify", "B"): "verify over B: a request is judged up to its first rejection, so that the "
-    "rows that are read are not quite in proportion to B.",
-    ("verify", "K"): "verify over K: rows behind a first rejection are not read; with K the "
-    "chance of one before the last row grows, and the line bends down.",
-    ("verify", "V"): "verify over V: the smallest vocabularies fit into the last cache.",
-    ("draft_pack", "B"): "draft ops over B: the hidden states of few requests lie in the cache.",
+    "rows that are read are not quite in proportion to B; and those of few requests stay in the "
+    "last cache.",
+    ("verify", "K"): "verify over K: rows behind a first rejection are not read, and the more "
+    "drafts there are, the more rows are.",
+    ("verify", "V"): "verify over V: the rows of the smaller vocabularies stay in the last cache.",
+    ("draft_pack", "B"): "draft ops over B and K: the hidden states that they copy lie in one "
+    "cache or the next, by how many there are; few are copied by one thread.",
 }
 WHY["head_argmax", "T"] = WHY["entry", "T"]
-WHY["draft_step", "B"] = WHY["draft_pack", "B"]
+WHY |= {(op, axis): WHY["draft_pack", "B"] for op in ("draft_pack", "draft_step") for axis in "BK"}
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Rows of an op that differ in one axis only, by its values."""
+    """Rows of an op that differ in one axis only, by its values; seconds fitted by a and b."""
 
     op: str
     axis: str
@@ -181,22 +195,49 @@ class Sweep:
     def op_axis(self) -> tuple[str, str]:
         return self.op, self.axis
 
-    def fitted(self, x: np.ndarray) -> np.ndarray:
-        return self.a + self.b * grows_with(self.axis, x)
+    @property
+    def errors(self) -> np.ndarray:
+        """How much longer the line says that it takes, relative to what it took."""
+        return fitted(self.axis, self.a, self.b, self.x) / self.seconds - 1
 
     def cells(self) -> list[str]:
-        errors = self.fitted(self.x) / self.seconds - 1
-        worst = int(np.abs(errors).argmax())
-        sign = "below" if errors[worst] > 0 else "above"
-        unit = " / threads" if self.axis == "threads" else f" {self.axis}"
-        slope, start = duration(abs(self.b)), duration(abs(self.a))
-        line = f"{'-' * (self.a < 0)}{start} {'-' if self.b < 0 else '+'} {slope}{unit}"
-        off = f"{self.axis}={self.x[worst]:,}: {abs(errors[worst]):.0%} {sign}"
-        return [self.op, self.axis, self.rest, line, off]
+        a, b = duration(abs(self.a)), duration(abs(self.b))
+        a, sign = "-" * (self.a < 0) + a, "-" if self.b < 0 else "+"
+        line = f"{a} {sign} {b} {self.axis}"
+        if self.axis == "T":
+            line = f"max({a}, {b} T)"
+        if self.axis == "threads":
+            line = f"{a} {sign} {b} / threads"
+        cells = [self.op, self.axis, self.rest, line]
+        if self.x.size == 2:
+            return [*cells, "two points"]
+        worst = int(np.abs(self.errors).argmax())
+        error = self.errors[worst]
+        side = "below" if error > 0 else "above"
+        return [*cells, f"{self.axis}={self.x[worst]:,}: {abs(error):.0%} {side}"]
 
 
-def grows_with(axis: str, x: np.ndarray) -> np.ndarray:
-    return 1 / x if axis == "threads" else x.astype(float)
+def fitted(axis: str, a: float, b: float, x: np.ndarray) -> np.ndarray:
+    if axis == "T":
+        return np.maximum(a, b * x)
+    return a + b * (1 / x if axis == "threads" else x)
+
+
+def fit(axis: str, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    if axis == "T":
+
+        def scale(part: slice, unit: np.ndarray) -> float:
+            relative = unit[part] / y[part]
+            return float(relative.sum() / (relative**2).sum())
+
+        corners = [
+            (scale(slice(0, i), np.ones(len(x))), scale(slice(i, None), x))
+            for i in range(1, len(x))
+        ]
+        return min(corners, key=lambda ab: float(((fitted(axis, *ab, x) / y - 1) ** 2).sum()))
+    columns = np.stack([np.ones(len(x)), 1 / x if axis == "threads" else x], axis=1)
+    a, b = np.linalg.lstsq(columns / y[:, None], np.ones(len(x)), rcond=None)[0]
+    return float(a), float(b)
 
 
 def sweeps(results: Sequence[Result]) -> Iterator[Sweep]:
@@ -206,15 +247,13 @@ def sweeps(results: Sequence[Result]) -> Iterator[Sweep]:
         values = {**one.shape, "threads": one.threads}
         for axis, x in values.items():
             if isinstance(x, int):
-                rest = ", ".join(f"{name}={y}" for name, y in values.items() if name != axis)
+                rest = labels(y for y in values.items() if y[0] != axis)
                 groups.setdefault((one.op, axis, rest), {})[x] = one.median(OURS)
     for (op, axis, rest), points in groups.items():
         if len(points) >= (2 if axis == "threads" else 3):
             x = np.array(sorted(points))
             y = np.array([points[i] for i in sorted(points)])
-            columns = np.stack([np.ones(len(x)), grows_with(axis, x)], axis=1)
-            a, b = np.linalg.lstsq(columns / y[:, None], np.ones(len(x)), rcond=None)[0]
-            yield Sweep(op, axis, rest, x, y, float(a), float(b))
+            yield Sweep(op, axis, rest, x, y, *fit(axis, x, y))
 
 
 # ---- Plots ----------------------------------------------------------------------------------
@@ -292,7 +331,8 @@ def plot_scaling(results: Sequence[Result], path: Path) -> None:
         for sweep in lines:
             (points,) = axes.plot(sweep.x, sweep.seconds * 1e3, "o", label=sweep.rest, markersize=4)
             x = np.geomspace(sweep.x[0], sweep.x[-1])
-            axes.plot(x, sweep.fitted(x) * 1e3, color=points.get_color(), linewidth=1)
+            y = fitted(axis, sweep.a, sweep.b, x) * 1e3
+            axes.plot(x, y, color=points.get_color(), linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms", title=op)
         axes.legend(fontsize=5)
         axes.grid(alpha=0.3)

@@ -768,7 +768,7 @@ class VerifyBench(BenchRow):
     K: int
     V: int
     sampling: str = "temperature 0.7"  # of VERIFY_SAMPLING
-    drafts: str = "certain"  # or "sampled": judged against what they were sampled from
+    drafts: str = "certain drafts"  # or "sampled drafts", judged against what they were drawn from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -790,17 +790,17 @@ VERIFY_SAMPLING: dict[str, tuple[float, int | None, float | None]] = {
 
 ENTRY_BENCH = [
     EntryBench(T=1, H=64, tiny=True),
-    *(EntryBench(T=t, H=h) for h in (4096, 6144) for t in (1, 2, 3, 4, 16, 64, 256)),
-    *(EntryBench(T=t, H=4096, alone=True) for t in (8, 32, 128)),
+    *(EntryBench(T=t, H=4096, alone=t in (8, 32, 128)) for t in (1, 2, 3, 4, 8, 16, 32, 64, 128)),
+    EntryBench(T=256, H=4096),
     *(EntryBench(T=t, H=4096, threads=1, alone=True) for t in (4, 64)),
+    *(EntryBench(T=t, H=6144) for t in (1, 2, 3, 4, 16, 64, 256)),
 ]
 
 HEAD_BENCH = [
     HeadBench(T=1, H=64, V=1024, tiny=True),
     *(HeadBench(T=4, H=2048, V=v, alone=True) for v in (19_072, 38_144, 76_288)),
     *(HeadBench(T=t, H=2048, V=BENCH_VOCAB) for t in (1, 4, 16)),
-    *(HeadBench(T=t, H=4096, V=BENCH_VOCAB) for t in (1, 4, 16, 64)),
-    *(HeadBench(T=t, H=4096, V=BENCH_VOCAB, alone=True) for t in (8, 32)),
+    *(HeadBench(T=t, H=4096, V=BENCH_VOCAB, alone=t in (8, 32)) for t in (1, 4, 8, 16, 32, 64)),
     *(HeadBench(T=t, H=4096, V=BENCH_VOCAB, threads=1, alone=True) for t in (4, 64)),
 ]
 
@@ -813,10 +813,12 @@ DRAFT_BENCH = [
 
 VERIFY_BENCH = [
     *(VerifyBench(B=2, K=3, V=512, sampling=name, tiny=True) for name in VERIFY_SAMPLING),
-    VerifyBench(B=1, K=3, V=512, drafts="sampled", tiny=True),
+    VerifyBench(B=1, K=3, V=512, drafts="sampled drafts", tiny=True),
     *(VerifyBench(B=64, K=3, V=BENCH_VOCAB, sampling=name) for name in VERIFY_SAMPLING),
-    VerifyBench(B=1, K=3, V=BENCH_VOCAB, drafts="sampled"),
-    VerifyBench(B=1, K=3, V=BENCH_VOCAB, sampling="top_k 50, top_p 0.95", drafts="sampled"),
+    *(
+        VerifyBench(B=1, K=3, V=BENCH_VOCAB, sampling=name, drafts="sampled drafts")
+        for name in ("temperature 0.7", "top_k 50, top_p 0.95")
+    ),
     *(VerifyBench(B=b, K=3, V=BENCH_VOCAB, alone=True) for b in (8, 16, 32, 128)),
     *(VerifyBench(B=64, K=k, V=BENCH_VOCAB, alone=True) for k in (1, 2, 5, 7)),
     *(VerifyBench(B=64, K=3, V=v, alone=True) for v in (19_072, 38_144, 76_288)),

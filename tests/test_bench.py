@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,25 +82,31 @@ def _result(tokens: int, threads: int, ours: float, peer: Sequence[float] = ()) 
 
 def test_report_says_what_was_measured(tmp_path: Path) -> None:
     """Half of the ceiling, a peer 1.5 times slower, a line over T and one over threads."""
-    results = [_result(t, 2, 0.003 + 0.001 * t) for t in (2, 4, 16)]
+    results = [_result(t, 2, max(0.004, 0.001 * t)) for t in (2, 8, 16)]
     results += [_result(1, 2, 0.004, peer=[0.006, 0.008, 0.0056]), _result(1, 1, 0.007)]
     where = {"date": "today", "commit": "none", "cpu": "none", "threads": 2, "cache": 1 << 20}
     where |= {"torch": "none", "python": "none", "build": {"cpu_isa": "none"}}
     write_report(results, where, tmp_path)
     text = (tmp_path / "bench.md").read_text()
     assert "| T=1, H=4,096 | 2 | 4 ms | 25.0 GB/s, 50% | 6 ms, 1.50 (>= 1.40) |" in text
-    assert "| entry | T | H=4096, threads=2 | 3 ms + 1 ms T |" in text
-    assert "| entry | threads | T=1, H=4096 | 1 ms + 6 ms / threads |" in text
+    assert "| entry | T | H=4,096, threads=2 | max(4 ms, 1 ms T) |" in text
+    assert "| entry | threads | T=1, H=4,096 | 1 ms + 6 ms / threads | two points |" in text
     for name in ("bench.png", "bench_scaling.png"):
         assert (tmp_path / name).read_bytes().startswith(PNG)
 
 
-def test_a_line_is_fitted_and_what_is_furthest_from_it_named() -> None:
-    times = {1: 1.1, 2: 1.2, 3: 1.3, 4: 1.4, 5: 3.0}
+def test_what_is_furthest_from_its_line_is_named() -> None:
+    times = {1: 1.0, 2: 1.0, 4: 1.3, 8: 2.0, 16: 4.0}
     (sweep,) = sweeps([_result(t, 2, time) for t, time in times.items()])
-    assert sweep.cells()[-1].startswith("T=5: ") and sweep.cells()[-1].endswith(" above")
-    (sweep,) = sweeps([_result(t, 2, time) for t, time in times.items() if t < 5])
-    assert np.allclose([sweep.a, sweep.b], [1, 0.1])
+    assert np.allclose([sweep.a, sweep.b], [1, 0.25], rtol=0.2)
+    assert sweep.cells()[-1].startswith("T=4: ") and sweep.cells()[-1].endswith(" above")
+
+
+def test_a_line_is_fitted_over_other_axes() -> None:
+    rows = [_result(1, 2, 1 + 0.5 * b) for b in (1, 2, 7)]
+    rows = [replace(row, shape={"B": b}) for row, b in zip(rows, (1, 2, 7), strict=True)]
+    (sweep,) = sweeps(rows)
+    assert np.allclose([sweep.a, sweep.b], [1, 0.5]) and np.allclose(sweep.errors, 0)
 
 
 def test_rounds_have_every_contender_once_in_changing_order() -> None:

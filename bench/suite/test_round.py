@@ -13,7 +13,7 @@ from vllm.forward_context import set_forward_context
 from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
 from suite import stock
-from suite.test_entry import TABLE, Weights
+from suite.test_entry import Weights
 from suite.test_head_argmax import PRUNED, Head, head_of
 
 ROWS = ROUND_BENCH
@@ -32,8 +32,8 @@ class Round:
         self.row, self.num_rows = row, row.B * (row.K + 1)
         self.query_start = torch.arange(0, self.num_rows + 1, row.K + 1, dtype=torch.int32)
         self.num_rejected = torch.randint(0, row.K + 1, (row.B,), generator=gen, dtype=torch.int32)
-        self.ids = torch.randint(0, TABLE, (self.num_rows,), generator=gen, dtype=torch.int32)
-        self.next_ids = torch.randint(0, TABLE, (row.B,), generator=gen, dtype=torch.int32)
+        self.ids = torch.randint(0, row.V, (self.num_rows,), generator=gen, dtype=torch.int32)
+        self.next_ids = torch.randint(0, row.V, (row.B,), generator=gen, dtype=torch.int32)
         self.positions = 100 + torch.arange(self.num_rows) % (row.K + 1)
         self.hidden = torch.randn(self.num_rows, row.H, generator=gen).to(BF16)
         blocks = stock.MAX_LEN // stock.BLOCK
@@ -124,9 +124,8 @@ def check(drafts: Tensor, logits: Tensor) -> None:
 
 def test_round(row: RoundBench, contest: Contest) -> None:
     one, head = Round(row), head_of(row.V, row.H)
-    gen = torch.Generator().manual_seed(1)
-    table = torch.randn(TABLE, row.H, generator=gen, dtype=BF16).mul_(0.05)
-    layers = [Weights.draw(row.H, table, seed) for seed in range(row.K)]
+    # The head's weight is the embedding table too: one row for every id, and no more memory.
+    layers = [Weights.draw(row.H, head.weight, seed) for seed in range(row.K)]
     contenders = {
         OURS: one.ours(layers, head.ours),
         PRUNED: one.ours(layers, head.ours_pruned),

@@ -189,7 +189,7 @@ def contenders_of(row: VerifyBench, batch: Batch) -> Contenders:
     contenders: dict[str, Callable[[], Any]] = {OURS: ours(batch, *sampling)}
     if row.alone:
         return contenders
-    if row.drafts == "sampled":
+    if row.drafts == "sampled drafts":
         return contenders | {"transformers": transformers_sampler(batch, *sampling)}
     by_torch = straightforward_torch(batch, *sampling)
     if row.sampling in ("temperature 0.7", "greedy"):
@@ -217,7 +217,7 @@ def bytes_needed(batch: Batch, accepted: Tensor) -> int:
 
 
 def test_verify(row: VerifyBench, contest: Contest) -> None:
-    sampled = row.drafts == "sampled"
+    sampled = row.drafts == "sampled drafts"
     # All have random numbers of their own, so that they are compared where there is no choice.
     agree(contenders_of(row, Batch(row.B, row.K, row.V, peak=60, sampled=sampled)), same)
     batch = Batch(row.B, row.K, row.V, sampled=sampled)
