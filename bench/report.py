@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Table = list[list[str]]
+VLLM = "vLLM"
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,19 @@ def duration(seconds: float) -> str:
 
 
 def against(result: Result, name: str) -> str:
-    """Its time, and how many times longer than ours, with the lower bound."""
+    """Its time, and how many times longer than ours; of a variant of ours, vLLM's over it too."""
     if name not in result.seconds:
         return ""
-    median, bound = ratio(result.seconds[name], result.seconds[OURS])
-    return f"{duration(result.median(name))}, {median:.2f} (>= {bound:.2f})"
+    text = f"{duration(result.median(name))}, {quotient(result, name, OURS)}"
+    if name.startswith(OURS) and VLLM in result.seconds:
+        text += f"; {VLLM} / it {quotient(result, VLLM, name)}"
+    return text
+
+
+def quotient(result: Result, peer: str, ours: str) -> str:
+    """The median of the paired ratios, and its lower bound."""
+    median, bound = ratio(result.seconds[peer], result.seconds[ours])
+    return f"{median:.2f} (>= {bound:.2f})"
 
 
 def achieved(result: Result, cache: int) -> str:
@@ -142,7 +151,7 @@ def text_of(results: Sequence[Result], where: Mapping[str, Any]) -> str:
         bent = [fit.op_axis for fit in fits if np.abs(fit.errors).max() >= BENT]
         reasons = dict.fromkeys(WHY[op_axis] for op_axis in bent if op_axis in WHY)
         if reasons:
-            parts.append(f"Off the line by {BENT:.0%} or more, and why:")
+            parts.append(f"Off the line by {BENT:.0%} or more; on an idle machine this is why:")
             parts.append("\n".join(f"- {reason}" for reason in reasons))
     if tiny:
         parts += ["## What a call costs", "Tiny shapes: the time is the call's."]
@@ -261,7 +270,7 @@ def sweeps(results: Sequence[Result]) -> Iterator[Sweep]:
 MARKERS = {"entry": "o", "head_argmax": "s"}
 COLORS = {
     OURS: "tab:blue",
-    "vLLM": "tab:orange",
+    VLLM: "tab:orange",
     "torch": "tab:green",
     "torch.compile": "tab:olive",
 }
@@ -295,22 +304,28 @@ def roofline(axes: Axes, results: Sequence[Result]) -> None:
 
 
 def speedups(axes: Axes, results: Sequence[Result]) -> None:
-    """How many times longer vLLM takes: medians, and a line from the lower bound."""
-    rows = [one for one in results if "vLLM" in one.seconds][::-1]
-    for i, one in enumerate(rows):
-        median, bound = ratio(one.seconds["vLLM"], one.seconds[OURS])
-        axes.barh(i, median, color=COLORS["vLLM"], alpha=0.6)
-        axes.plot([bound, median], [i, i], color="black", linewidth=1)
-        axes.text(median, i, f" {median:.2f}", va="center", fontsize=7)
-    labels = [f"{one.op}: {one.label()}" for one in rows]
-    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    """How many times longer vLLM takes than ours and its variants: medians, and lower bounds."""
+    bars = [
+        (one, name)
+        for one in results
+        if VLLM in one.seconds
+        for name in one.seconds
+        if name.startswith(OURS)
+    ]
+    for i, (one, name) in enumerate(bars):
+        median, bound = ratio(one.seconds[VLLM], one.seconds[name])
+        axes.barh(-i, median, color=COLORS[OURS], alpha=0.7 if name == OURS else 0.3)
+        axes.plot([bound, median], [-i, -i], color="black", linewidth=1)
+        axes.text(median, -i, f" {median:.2f}", va="center", fontsize=6)
+    labels = [f"{one.op}: {one.label()}{name.removeprefix(OURS)}" for one, name in bars]
+    axes.set_yticks(range(0, -len(bars), -1), labels, fontsize=6)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="vLLM's time / ours")
-    axes.margins(x=0.15)
+    axes.margins(x=0.15, y=0.01)
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    figure = Figure(figsize=(13, 7), layout="constrained")
+    figure = Figure(figsize=(14, 9), layout="constrained")
     left, right = figure.subplots(1, 2)
     roofline(left, results)
     speedups(right, results)
