@@ -15,6 +15,7 @@ import numpy as np
 from interleaved import OURS, READ, RESULTS, ratio, write
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 Table = list[list[str]]
 VLLM = "vLLM"
@@ -132,7 +133,8 @@ def text_of(results: Sequence[Result], where: Mapping[str, Any]) -> str:
     parts = [
         "# The ops on CPU",
         f"{where['date']}, commit {where['commit']}, {where['cpu']}, {where['threads']} threads, "
-        f"{where['build']['cpu_isa']}, torch {where['torch']}, Python {where['python']}. bfloat16.",
+        f"{where['build']['cpu_isa']}, bfloat16. torch {where['torch']}, vLLM {where['vllm']}, "
+        f"transformers {where['transformers']}, Python {where['python']}.",
         "Medians. A ratio is how many times longer the contender takes: the median of ratios "
         "within rounds, in brackets its lower 97.5% bound. Moved: the bytes that must be read and "
         "written, and in percent the share of the rate at which all threads read and sum such "
@@ -290,13 +292,16 @@ def roofline(axes: Axes, results: Sequence[Result]) -> None:
                 rate = one.operations / one.median(name) / 1e9
                 peak = max(peak, rate)
                 axes.plot(x, rate, MARKERS[one.op], color=color, markersize=5, alpha=0.8)
-    x = np.geomspace(*(f(one.operations / one.bytes[OURS] for one in rows) for f in (min, max)))
+    intensities = [one.operations / one.bytes[OURS] for one in rows]
+    x = np.array(sorted([min(intensities), max(intensities), peak * 1e9 / read]))
     axes.plot(x, np.minimum(read * x / 1e9, peak), color="black", linewidth=1)
     for name, color in COLORS.items():
         axes.plot([], [], "o", color=color, label=name)
     for op, marker in MARKERS.items():
         axes.plot([], [], marker, color="gray", label=op)
-    title = f"Roof: {read / 1e9:.0f} GB/s read in the same rounds, the highest rate reached"
+    title = (
+        f"Roof: {read / 1e9:.0f} GB/s, as read in the same rounds; highest rate of any contender"
+    )
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="GFLOP/s")
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=8)
@@ -349,6 +354,11 @@ def plot_scaling(results: Sequence[Result], path: Path) -> None:
             y = fitted(axis, sweep.a, sweep.b, x) * 1e3
             axes.plot(x, y, color=points.get_color(), linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=axis, ylabel="ms", title=op)
+        ticks = sorted({int(x) for sweep in lines for x in sweep.x})
+        axes.set_xticks(ticks, [f"{x:,}" for x in ticks], rotation=45, fontsize=7)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
         axes.legend(fontsize=5)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)

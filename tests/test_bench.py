@@ -85,7 +85,8 @@ def test_report_says_what_was_measured(tmp_path: Path) -> None:
     results = [_result(t, 2, max(0.004, 0.001 * t)) for t in (2, 8, 16)]
     results += [_result(1, 2, 0.004, peer=[0.006, 0.008, 0.0056]), _result(1, 1, 0.007)]
     where = {"date": "today", "commit": "none", "cpu": "none", "threads": 2, "cache": 1 << 20}
-    where |= {"torch": "none", "python": "none", "build": {"cpu_isa": "none"}}
+    where |= dict.fromkeys(["torch", "vllm", "transformers", "python"], "none")
+    where["build"] = {"cpu_isa": "none"}
     write_report(results, where, tmp_path)
     text = (tmp_path / "bench.md").read_text()
     assert "| T=1, H=4,096 | 2 | 4 ms | 25.0 GB/s, 50% | 6 ms, 1.50 (>= 1.40) |" in text

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+import vllm
 from cases import BenchRow, threads
 from interleaved import OURS, READ, Contenders, Contest, Rounds, provenance, ratio, reader
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -38,9 +40,11 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """The report; it is written if every row that was asked for has a result."""
-    results, where = config.stash[RESULTS], provenance()
+    results = config.stash[RESULTS]
     if not results:
         return
+    peers = {"vllm": vllm.__version__, "transformers": transformers.__version__}
+    where = provenance() | peers
     terminalreporter.write_line("\n" + text_of(results, where))
     folder, stats = config.getoption("--output"), terminalreporter.stats
     if folder and not stats.get("failed") and not stats.get("error"):
