@@ -10,7 +10,7 @@ import platform
 import random
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from mtp_kernels import build_info
 RESULTS = Path(__file__).parent / "results"
 OURS, READ = "ours", "read"
 """The contender that others are compared with, and the one that only reads the same bytes."""
-Contenders = Mapping[str, Callable[[], Any]]
+Contenders = dict[str, Callable[[], Any]]
 Contest = Callable[..., None]
 """The fixture of bench/suite/conftest.py that times a row."""
 

@@ -15,6 +15,7 @@ from report import Result, text_of, write_report
 from torch import Tensor
 
 RESULTS = pytest.StashKey[list[Result]]()
+WARMUP = 2  # rounds that do not count
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -80,11 +81,11 @@ def contest(
             contenders = {**contenders, READ: reader(read)}
         one = Rounds(contenders)
         benchmark.group = op
-        benchmark.pedantic(one.ours, setup=one.before_ours, rounds=rounds, warmup_rounds=2)
+        benchmark.pedantic(one.ours, setup=one.before_ours, rounds=rounds, warmup_rounds=WARMUP)
         one.finish()
         data = benchmark.stats.stats.data
         seconds = {OURS: [value / one.calls[OURS] for value in data]}
-        seconds |= {name: values[-rounds:] for name, values in one.seconds.items()}
+        seconds |= {name: values[WARMUP:][:rounds] for name, values in one.seconds.items()}
         if isinstance(moved, int):
             moved = dict.fromkeys(contenders, moved)
         moved = {**moved, READ: 0 if read is None else read.nbytes}
