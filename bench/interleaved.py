@@ -23,6 +23,8 @@ from mtp_kernels import build_info
 RESULTS = Path(__file__).parent / "results"
 OURS, READ = "ours", "read"
 """The contender that others are compared with, and the one that only reads the same bytes."""
+PRUNED, VLLM = "ours, pruned", "vLLM"
+"""A contender that reads fewer bytes, and a peer: these two are compared as well."""
 Contenders = dict[str, Callable[[], Any]]
 Contest = Callable[..., None]
 """The fixture of bench/suite/conftest.py that times a row."""

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from interleaved import OURS, READ, RESULTS, ratio, write
+from interleaved import OURS, PRUNED, READ, RESULTS, VLLM, ratio, write
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 Table = list[list[str]]
-VLLM = "vLLM"
 
 
 @dataclass(frozen=True)
@@ -67,11 +66,11 @@ def duration(seconds: float) -> str:
 
 
 def against(result: Result, name: str) -> str:
-    """Its time, and how many times longer than ours; of a variant of ours, vLLM's over it too."""
+    """Its time, and how many times longer than ours; of the pruned one, vLLM's over it too."""
     if name not in result.seconds:
         return ""
     text = f"{duration(result.median(name))}, {quotient(result, name, OURS)}"
-    if name.startswith(OURS) and VLLM in result.seconds:
+    if name == PRUNED:
         text += f"; {VLLM} / it {quotient(result, VLLM, name)}"
     return text
 
@@ -309,13 +308,13 @@ def roofline(axes: Axes, results: Sequence[Result]) -> None:
 
 
 def speedups(axes: Axes, results: Sequence[Result]) -> None:
-    """How many times longer vLLM takes than ours and its variants: medians, and lower bounds."""
+    """How many times longer vLLM takes than ours, whole and pruned: medians, and lower bounds."""
     bars = [
         (one, name)
         for one in results
         if VLLM in one.seconds
-        for name in one.seconds
-        if name.startswith(OURS)
+        for name in (OURS, PRUNED)
+        if name in one.seconds
     ]
     for i, (one, name) in enumerate(bars):
         median, bound = ratio(one.seconds[VLLM], one.seconds[name])

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from cases import BF16, DRAFT_BENCH, DraftBench, DraftRow, draft_pack_inputs
-from interleaved import OURS, Contest, agree
+from interleaved import OURS, VLLM, Contest, agree
 from torch import Tensor
 
 from mtp_kernels.ops.draft_pack import draft_pack
@@ -13,7 +13,7 @@ from suite import stock
 ROWS = DRAFT_BENCH
 NOTES = {
     "torch": "the op's PyTorch reference, eager",
-    "vLLM": "set_inputs_first_pass of its proposer: ids, positions and hidden states, without the "
+    VLLM: "set_inputs_first_pass of its proposer: ids, positions and hidden states, without the "
     "repair rows and the KV slots of ours",
 }
 
@@ -93,6 +93,6 @@ def test_draft_pack(row: DraftBench, contest: Contest) -> None:
     agree(contenders, same)
     if not row.alone:
         check_vllm(row, inputs)
-        contenders["vLLM"] = Stock(row, inputs)
+        contenders[VLLM] = Stock(row, inputs)
     hidden_bytes = inputs["num_rows"] * row.H * BF16.itemsize
     contest("draft_pack", contenders, moved=2 * hidden_bytes, notes=NOTES)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from cases import BENCH_VOCAB, BF16, DRAFT_BENCH, DraftBench, DraftRow, draft_step_inputs
-from interleaved import OURS, Contest, agree
+from interleaved import OURS, VLLM, Contest, agree
 from torch import Tensor
 
 from mtp_kernels.ops.draft_step import OP, draft_step
@@ -16,7 +16,7 @@ ROWS = DRAFT_BENCH
 SLICES = BENCH_VOCAB // SLICE  # winners of the head, of which this op takes the best
 NOTES = {
     "torch": "the op's PyTorch reference, eager",
-    "vLLM": "the C++ kernel and the copies into buffers of its draft loop, in our reading: one row "
+    VLLM: "the C++ kernel and the copies into buffers of its draft loop, in our reading: one row "
     "a request; it neither chooses the token nor remembers anything for a repair",
 }
 WRITTEN = "input_ids draft_ids kept_ids kept_hidden num_kept end assumed".split()
@@ -64,8 +64,8 @@ def test_draft_step(row: DraftBench, contest: Contest) -> None:
     if not row.alone:
         best = winners["ids"].gather(0, values.argmax(0, keepdim=True))[0]
         torch.testing.assert_close(inputs["draft_ids"][: row.B, 0], best, rtol=0, atol=0)
-        contenders["vLLM"] = vllm_step(row, best, inputs["hidden"][: row.B])
-        torch.testing.assert_close(contenders["vLLM"]().long(), best, rtol=0, atol=0)
+        contenders[VLLM] = vllm_step(row, best, inputs["hidden"][: row.B])
+        torch.testing.assert_close(contenders[VLLM]().long(), best, rtol=0, atol=0)
     kept = row.B * (row.K - 1) * row.H * BF16.itemsize
     moved = 2 * kept + sum(x.nbytes for x in winners.values())
     contest("draft_step", contenders, moved=moved, notes=NOTES)

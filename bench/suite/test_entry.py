@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from cases import BF16, ENTRY_BENCH, TOLERANCES, EntryBench
-from interleaved import OURS, Contenders, Contest, agree, compiled
+from interleaved import OURS, VLLM, Contenders, Contest, agree, compiled
 from torch import Tensor
 
 from mtp_kernels.ops import pack_projection
@@ -18,7 +18,7 @@ EPS, TABLE = 1e-6, 8192  # rows of the embedding table: enough of them to be rea
 NOTES = {
     "torch": "F.embedding, F.rms_norm, cat and F.linear, eager",
     "torch.compile": "the same, compiled for the row's shape",
-    "vLLM": "F.embedding, vLLM's C++ rms_norm, cat and vLLM's linear, which is oneDNN's with its "
+    VLLM: "F.embedding, vLLM's C++ rms_norm, cat and vLLM's linear, which is oneDNN's with its "
     "own packed weight: our reading of its MTP layer",
 }
 
@@ -81,7 +81,7 @@ def contenders_of(row: EntryBench, weights: Weights, ids: Tensor, hidden: Tensor
     return ours | {
         "torch": lambda: weights.torch(ids, hidden),
         "torch.compile": lambda: by_compiler(ids, hidden),
-        "vLLM": lambda: by_vllm(ids, hidden),
+        VLLM: lambda: by_vllm(ids, hidden),
     }
 
 

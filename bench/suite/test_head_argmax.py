@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from cases import BENCH_KEPT, BENCH_VOCAB, BF16, HEAD_BENCH, HeadBench
-from interleaved import OURS, Contenders, Contest, agree, compiled
+from interleaved import OURS, PRUNED, VLLM, Contenders, Contest, agree, compiled
 from torch import Tensor
 
 from mtp_kernels.ops import pack_projection
@@ -15,14 +15,13 @@ from mtp_kernels.ops.head_argmax import best_ids
 from suite import stock
 
 ROWS = HEAD_BENCH
-PRUNED = "ours, pruned"
 NOTES = {
     "ours, unpacked": "the weight as the checkpoint has it, without a packed copy",
     PRUNED: f"packed, {BENCH_KEPT:,} of {BENCH_VOCAB:,} rows of the weight",
     "ours, sampled": "packed; a sample at temperature 0.7 instead of the argmax",
     "torch": "F.linear and argmax, eager",
     "torch.compile": "the same, compiled for the row's shape",
-    "vLLM": "vLLM's linear, which is oneDNN's with its own packed weight, and argmax",
+    VLLM: "vLLM's linear, which is oneDNN's with its own packed weight, and argmax",
 }
 head_argmax = torch.ops.mtp_kernels.head_argmax.default
 
@@ -71,7 +70,7 @@ def contenders_of(row: HeadBench, head: Head, hidden: Tensor) -> Contenders:
         PRUNED: lambda: best_ids(*head.ours_pruned(hidden)),
         "torch": lambda: head.torch(hidden),
         "torch.compile": lambda: by_compiler(hidden),
-        "vLLM": lambda: head.linear(hidden).argmax(-1),
+        VLLM: lambda: head.linear(hidden).argmax(-1),
     }
 
 

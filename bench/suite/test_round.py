@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import BF16, ROUND_BENCH, TOLERANCES, RoundBench
-from interleaved import OURS, Contest
+from interleaved import OURS, PRUNED, VLLM, Contest
 from torch import Tensor
 from vllm.forward_context import set_forward_context
 
@@ -14,12 +14,12 @@ from mtp_kernels.archs import Feed
 from mtp_kernels.drafting import Drafter, RoundBuffers
 from suite import stock
 from suite.test_entry import Weights
-from suite.test_head_argmax import PRUNED, Head, head_of
+from suite.test_head_argmax import Head, head_of
 
 ROWS = ROUND_BENCH
 NOTES = {
     PRUNED: "the same with the pruned head",
-    "vLLM": "its own propose: its one layer runs K times, on all rows and then on one a request; "
+    VLLM: "its own propose: its one layer runs K times, on all rows and then on one a request; "
     "entry, head and their linear as above. Ours runs K layers, each on all rows",
 }
 
@@ -129,7 +129,7 @@ def test_round(row: RoundBench, contest: Contest) -> None:
     contenders = {
         OURS: one.ours(layers, head.ours),
         PRUNED: one.ours(layers, head.ours_pruned),
-        "vLLM": one.vllm(layers[0], head),
+        VLLM: one.vllm(layers[0], head),
     }
     logits = one.first_logits(layers[0], head)
     kept = torch.full_like(logits, -torch.inf).index_copy(1, head.kept, logits[:, head.kept])

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import VERIFY_BENCH, VERIFY_SAMPLING, VerifyBench
-from interleaved import OURS, Contenders, Contest, agree, compiled
+from interleaved import OURS, VLLM, Contenders, Contest, agree, compiled
 from torch import Tensor
 
 from mtp_kernels import verification
@@ -15,7 +15,7 @@ ROWS = VERIFY_BENCH
 NOTES = {
     "torch": "what one writes first: softmax of all rows in fp32, gather, compare, sample",
     "torch.compile": "the same, compiled for the row's shape",
-    "vLLM": "its RejectionSampler with its C++ kernels; its expansion of per-request values, which "
+    VLLM: "its RejectionSampler with its C++ kernels; its expansion of per-request values, which "
     "gives uninitialised memory on CPU, is replaced by one torch call",
     "transformers": "what generate does with the logits in assisted decoding: its logits warpers, "
     "row by row, and its _speculative_sampling; the drafts' logits come processed",
@@ -196,7 +196,7 @@ def contenders_of(row: VerifyBench, batch: Batch) -> Contenders:
         contenders["torch"] = by_torch
     if row.sampling == "temperature 0.7":
         contenders["torch.compile"] = compiled(by_torch)
-    return contenders | {"vLLM": vllm_sampler(batch, *sampling)}
+    return contenders | {VLLM: vllm_sampler(batch, *sampling)}
 
 
 def same(ours: verification.Verified, other: Any) -> None:
