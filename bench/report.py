@@ -177,16 +177,14 @@ WHY = {
     ("entry", "T"): "entry and head_argmax over T: near the corner, where the read takes about as "
     "long as the arithmetic, they do not overlap entirely.",
     ("verify", "B"): "verify over B: a request is judged up to its first rejection, so that the "
-    "rows that are read are not quite in proportion to B; and those of few requests stay in the "
-    "last cache.",
+    "rows that are read are in proportion to B only on average.",
     ("verify", "K"): "verify over K: rows behind a first rejection are not read, and the more "
     "drafts there are, the more rows are.",
-    ("verify", "V"): "verify over V: the rows of the smaller vocabularies stay in the last cache.",
-    ("draft_pack", "B"): "draft ops over B and K: the hidden states that they copy lie in one "
-    "cache or the next, by how many there are; few are copied by one thread.",
+    ("draft_pack", "B"): "draft_pack over B: few requests are copied by one thread.",
+    ("draft_step", "K"): "draft_step over K: with K=1 its only step is the last one, which has "
+    "nothing to shift and nothing to remember.",
 }
 WHY["head_argmax", "T"] = WHY["entry", "T"]
-WHY |= {(op, axis): WHY["draft_pack", "B"] for op in ("draft_pack", "draft_step") for axis in "BK"}
 
 
 @dataclass(frozen=True)

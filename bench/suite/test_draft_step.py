@@ -66,6 +66,6 @@ def test_draft_step(row: DraftBench, contest: Contest) -> None:
         torch.testing.assert_close(inputs["draft_ids"][: row.B, 0], best, rtol=0, atol=0)
         contenders[VLLM] = vllm_step(row, best, inputs["hidden"][: row.B])
         torch.testing.assert_close(contenders[VLLM]().long(), best, rtol=0, atol=0)
-    kept = row.B * (row.K - 1) * row.H * BF16.itemsize
-    moved = 2 * kept + sum(x.nbytes for x in winners.values())
+    rows = int(inputs["num_kept"][inputs["slots"][: row.B]].sum())  # that step 0 has remembered
+    moved = 2 * rows * row.H * BF16.itemsize + sum(x.nbytes for x in winners.values())
     contest("draft_step", contenders, moved=moved, notes=NOTES)
