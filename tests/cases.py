@@ -718,3 +718,118 @@ DRAFT_STEP_ROWS = [
     _draft_row("fp32", FP32, (8, 2, 24), "padding sampled strided"),
     _draft_row("fp64", FP64, (8, 6, 10), "rope padding sampled int32"),
 ]
+
+
+# ---- Benchmarks -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """One row of a benchmark. Fields of one capital letter are its axes."""
+
+    threads: int | None = None  # None: all
+    alone: bool = False  # without peers: it is there to show how cost grows
+    tiny: bool = False  # what a call costs by itself; these are the rows of a quick run
+
+    @property
+    def shape(self) -> dict[str, int | str]:
+        """The axes, and what else tells the rows of an op apart."""
+        values = dataclasses.asdict(self)
+        return {name: x for name, x in values.items() if name not in BenchRow.__annotations__}
+
+    @property
+    def id(self) -> str:
+        words = [f"{name}={x}" for name, x in self.shape.items()]
+        words += [f"threads={self.threads}"] * (self.threads is not None)
+        return "-".join(words).replace(" ", "_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryBench(BenchRow):
+    T: int
+    H: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadBench(BenchRow):
+    T: int
+    H: int
+    V: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBench(BenchRow):
+    """Of draft_pack and draft_step."""
+
+    B: int
+    K: int
+    H: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyBench(BenchRow):
+    B: int
+    K: int
+    V: int
+    sampling: str = "temperature 0.7"  # of VERIFY_SAMPLING
+    drafts: str = "certain drafts"  # or "sampled drafts", judged against what they were drawn from
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundBench(BenchRow):
+    B: int
+    K: int
+    H: int
+    V: int
+
+
+BENCH_VOCAB, BENCH_KEPT = 152_576, 32_000  # of MiMo-V2, and of a draft vocabulary for it
+
+VERIFY_SAMPLING: dict[str, tuple[float, int | None, float | None]] = {
+    # temperature, top_k, top_p
+    "temperature 0.7": (0.7, None, None),
+    "greedy": (0.0, None, None),
+    "top_k 50, top_p 0.95": (0.7, 50, 0.95),
+}
+
+ENTRY_BENCH = [
+    EntryBench(T=1, H=64, tiny=True),
+    *(EntryBench(T=t, H=4096, alone=t in (8, 32, 128)) for t in (1, 2, 3, 4, 8, 16, 32, 64, 128)),
+    EntryBench(T=256, H=4096),
+    *(EntryBench(T=t, H=4096, threads=1, alone=True) for t in (4, 64)),
+    *(EntryBench(T=t, H=6144) for t in (1, 2, 3, 4, 16, 64, 256)),
+]
+
+HEAD_BENCH = [
+    HeadBench(T=1, H=64, V=1024, tiny=True),
+    *(HeadBench(T=4, H=2048, V=v, alone=True) for v in (19_072, 38_144, 76_288)),
+    *(HeadBench(T=t, H=2048, V=BENCH_VOCAB) for t in (1, 4, 16)),
+    *(HeadBench(T=t, H=4096, V=BENCH_VOCAB, alone=t in (8, 32)) for t in (1, 4, 8, 16, 32, 64)),
+    *(HeadBench(T=t, H=4096, V=BENCH_VOCAB, threads=1, alone=True) for t in (4, 64)),
+]
+
+DRAFT_BENCH = [
+    DraftBench(B=1, K=3, H=64, tiny=True),
+    *(DraftBench(B=b, K=3, H=4096) for b in (1, 4, 16, 64)),
+    *(DraftBench(B=64, K=k, H=4096, alone=True) for k in (1, 5, 7)),
+    DraftBench(B=64, K=3, H=4096, threads=1, alone=True),
+]
+
+VERIFY_BENCH = [
+    *(VerifyBench(B=2, K=3, V=512, sampling=name, tiny=True) for name in VERIFY_SAMPLING),
+    VerifyBench(B=1, K=3, V=512, drafts="sampled drafts", tiny=True),
+    *(VerifyBench(B=64, K=3, V=BENCH_VOCAB, sampling=name) for name in VERIFY_SAMPLING),
+    *(
+        VerifyBench(B=1, K=3, V=BENCH_VOCAB, sampling=name, drafts="sampled drafts")
+        for name in ("temperature 0.7", "top_k 50, top_p 0.95")
+    ),
+    *(VerifyBench(B=b, K=3, V=BENCH_VOCAB, alone=True) for b in (8, 16, 32, 128)),
+    *(VerifyBench(B=64, K=k, V=BENCH_VOCAB, alone=True) for k in (1, 2, 5, 7)),
+    *(VerifyBench(B=64, K=3, V=v, alone=True) for v in (19_072, 38_144, 76_288)),
+    VerifyBench(B=64, K=3, V=BENCH_VOCAB, threads=1, alone=True),
+]
+
+ROUND_BENCH = [
+    RoundBench(B=1, K=3, H=64, V=1024, tiny=True),
+    *(RoundBench(B=b, K=3, H=4096, V=BENCH_VOCAB) for b in (1, 4, 16)),
+]
