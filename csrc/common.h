@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <array>
 #include <initializer_list>
 #include <optional>
 #include <sstream>
@@ -72,6 +74,22 @@ inline const void* data_or_null(const OptionalTensor& tensor) {
   return tensor ? tensor->const_data_ptr() : nullptr;
 }
 
+// Uninitialised, contiguous, on the other's device. torch::stable::new_empty is the same, but looks
+// its op up by name, which takes longer than many a call of ours.
+inline Tensor empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  std::array<int64_t, 3> strides{};
+  int64_t stride = 1;
+  for (size_t i = sizes.size(); i-- > 0; stride *= sizes.begin()[i]) strides[i] = stride;
+  int32_t type = 0, index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  const auto number = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle tensor = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.begin(),
+                                                  strides.data(), number, type, index, &tensor));
+  return Tensor(tensor);
+}
+
 // A `str` argument. TORCH_BOX converts a std::string too, but in torch 2.13 leaks it.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
@@ -89,18 +107,32 @@ inline std::string device_name(const Tensor& tensor) {
   return "another device";
 }
 
+// Written only where a check has failed: "[2, 3]".
 template <typename Sizes>
-std::string shape_name(const Sizes& sizes) {
-  std::string text = "[";
-  for (int64_t size : sizes) text += (text.size() > 1 ? ", " : "") + std::to_string(size);
-  return text + "]";
+struct ShapeName {
+  Sizes sizes;
+
+  friend std::ostream& operator<<(std::ostream& out, const ShapeName& name) {
+    const char* separator = "[";
+    for (int64_t size : name.sizes) {
+      out << separator << size;
+      separator = ", ";
+    }
+    return out << (name.sizes.size() ? "]" : "[]");
+  }
+};
+
+template <typename Sizes>
+ShapeName<Sizes> shape_name(Sizes sizes) {
+  return {sizes};
 }
 
 // Checks arguments of one op call against its first tensor; mtp_kernels/ops/_declare.py says the
 // same in Python.
 class Expect {
  public:
-  Expect(const char* op, const Tensor& first) : op_(op), device_(device_name(first)) {}
+  Expect(const char* op, const Tensor& first)
+      : op_(op), is_cpu_(first.is_cpu()), index_(is_cpu_ ? -1 : first.get_device_index()) {}
 
   template <typename... Parts>
   void that(bool ok, const Parts&... parts) const {
@@ -109,17 +141,16 @@ class Expect {
 
   void device(const char* name, const Tensor& tensor) const {
     if (!tensor.defined()) fail(op_, ": ", name, " expected a tensor, got None");
-    const std::string got = device_name(tensor);
-    if (got != device_) fail(op_, ": ", name, " expected device ", device_, ", got ", got);
+    if (tensor.is_cpu() == is_cpu_ && (is_cpu_ || tensor.get_device_index() == index_)) return;
+    const std::string wanted = is_cpu_ ? "cpu" : "cuda:" + std::to_string(index_);
+    fail(op_, ": ", name, " expected device ", wanted, ", got ", device_name(tensor));
   }
 
   void dtype(const char* name, const Tensor& tensor, std::initializer_list<ScalarType> any) const {
     const ScalarType got = tensor.scalar_type();
+    if (std::find(any.begin(), any.end(), got) != any.end()) return;
     std::string wanted;
-    for (ScalarType dtype : any) {
-      if (got == dtype) return;
-      wanted += (wanted.empty() ? "" : " or ") + dtype_name(dtype);
-    }
+    for (ScalarType dtype : any) wanted += (wanted.empty() ? "" : " or ") + dtype_name(dtype);
     fail(op_, ": ", name, " expected dtype ", wanted, ", got ", dtype_name(got));
   }
 
@@ -146,7 +177,8 @@ class Expect {
 
  private:
   const char* op_;
-  std::string device_;
+  bool is_cpu_;
+  int32_t index_;  // of a CUDA device
 };
 
 }  // namespace mtp

@@ -43,8 +43,9 @@ Tensor entry_cpu(Tensor hidden, Tensor enorm_weight, Tensor hnorm_weight, Tensor
                                      hidden_first});
   if (strict_ids && input_ids) check_ids("entry", p.embedding.lookup, p.rows);
 
-  Tensor out = hidden.dim() == 1 ? torch::stable::new_empty(hidden, {p.proj.out_features})
-                                 : torch::stable::new_empty(hidden, {p.rows, p.proj.out_features});
+  const ScalarType dtype = hidden.scalar_type();
+  Tensor out = hidden.dim() == 1 ? empty(hidden, {p.proj.out_features}, dtype)
+                                 : empty(hidden, {p.rows, p.proj.out_features}, dtype);
   norm_and_project(p, out);
   return out;
 }

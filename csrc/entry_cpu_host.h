@@ -24,8 +24,7 @@ inline Tensor normed_workspace(const Tensor& like, DType dtype, int64_t count, i
                                int64_t inputs) {
   const int64_t stride = (inputs + kNormedMultiple - 1) / kNormedMultiple * kNormedMultiple;
   const bool is_bf16 = entry_cpu_kernels().normed_is_bf16(dtype);
-  return torch::stable::new_empty(like, {count, rows, stride},
-                                  is_bf16 ? ScalarType::BFloat16 : ScalarType::Float);
+  return empty(like, {count, rows, stride}, is_bf16 ? ScalarType::BFloat16 : ScalarType::Float);
 }
 
 // `count` projections of the same sizes, in one parallel loop.

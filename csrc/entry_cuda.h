@@ -40,7 +40,7 @@ Tensor entry_op(Tensor hidden, Tensor enorm_weight, Tensor hnorm_weight, Tensor 
   if (p.proj.packed)
     fail("entry: proj_weight expected shape [H_out, 2H] on CUDA, got a packed one");
 
-  Tensor normed = torch::stable::new_empty(hidden, {p.rows, 2 * p.hidden_size});
+  Tensor normed = empty(hidden, {p.rows, 2 * p.hidden_size}, hidden.scalar_type());
   p.normed = normed.mutable_data_ptr();
   p.normed_stride = 2 * p.hidden_size;
   if (p.rows > 0) launch(p, hidden);

@@ -38,7 +38,7 @@ Tensor entry_embed_cpu(Tensor hidden_part, Tensor enorm_weight, Tensor proj_weig
   p.hidden_part_stride = hidden_part.stride(0);
   if (strict_ids && input_ids) check_ids("entry_embed", p.embedding.lookup, p.rows);
 
-  Tensor out = torch::stable::new_empty(enorm_weight, {p.rows, p.proj.out_features});
+  Tensor out = empty(enorm_weight, {p.rows, p.proj.out_features}, dtype);
   norm_and_project(p, out);
   return out;
 }

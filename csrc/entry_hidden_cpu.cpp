@@ -37,8 +37,7 @@ Tensor entry_hidden_cpu(Tensor hidden, std::vector<Tensor> hnorm_weights,
   }
   const int64_t num_layers = static_cast<int64_t>(layers.size());
   const int64_t out_features = layers[0].weight.out_features;
-  Tensor out =
-      torch::stable::new_empty(hidden, {num_layers, rows, out_features}, ScalarType::Float);
+  Tensor out = empty(hidden, {num_layers, rows, out_features}, ScalarType::Float);
   if (rows == 0 || out_features == 0) return out;
 
   const DType kind = float_dtype(hidden);

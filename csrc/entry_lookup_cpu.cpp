@@ -23,7 +23,7 @@ Tensor entry_lookup_cpu(Tensor hidden_part, Tensor input_ids, Tensor projected,
   p.bias = data_or_null(proj_bias);
   if (strict_ids) check_ids("entry_lookup", p.lookup, rows.count);
 
-  Tensor out = torch::stable::new_empty(projected, {rows.count, p.out_features});
+  Tensor out = empty(projected, {rows.count, p.out_features}, dtype);
   if (p.out_features == 0) return out;
   p.out = out.mutable_data_ptr();
   torch::stable::parallel_for(

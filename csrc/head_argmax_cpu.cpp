@@ -32,12 +32,12 @@ std::tuple<Tensor, Tensor> head_argmax_cpu(Tensor hidden, Tensor head_weight,
                                            StringHandle stream) {
   HeadArgmaxParams p = check_head_argmax({hidden, head_weight, vocab_size, vocab_start, id_map,
                                           temperature, seeds, positions, take_string(stream)});
-  Tensor values = torch::stable::new_empty(hidden, {p.slices, p.rows}, ScalarType::Float);
-  Tensor ids = torch::stable::new_empty(hidden, {p.slices, p.rows}, ScalarType::Long);
+  Tensor values = empty(hidden, {p.slices, p.rows}, ScalarType::Float);
+  Tensor ids = empty(hidden, {p.slices, p.rows}, ScalarType::Long);
   if (p.rows == 0) return {values, ids};
 
   const HeadArgmaxCpuKernels& k = kernels();
-  Tensor inputs = torch::stable::new_empty(hidden, {k.inputs_bytes(p)}, ScalarType::Byte);
+  Tensor inputs = empty(hidden, {k.inputs_bytes(p)}, ScalarType::Byte);
   p.inputs = inputs.mutable_data_ptr();
   p.values = static_cast<float*>(values.mutable_data_ptr());
   p.ids = static_cast<int64_t*>(ids.mutable_data_ptr());

@@ -3,6 +3,7 @@
 // the same in Python.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <tuple>
@@ -25,11 +26,11 @@ struct VerifyArgs {
 template <typename Value, size_t kChoices>
 Value one_of(const char* name, const std::string& got,
              const std::pair<const char*, Value> (&choices)[kChoices]) {
-  std::string names;
-  for (const auto& [choice, value] : choices) {
+  for (const auto& [choice, value] : choices)
     if (got == choice) return value;
+  std::string names;
+  for (const auto& [choice, value] : choices)
     names += (names.empty() ? "" : ", ") + std::string(choice);
-  }
   fail("verify: ", name, " expected one of ", names, ", got '", got, "'");
 }
 
@@ -149,17 +150,16 @@ inline VerifyParams check_verify(const VerifyArgs& a) {
       {"frequency_penalty", a.frequency_penalty.has_value()},
       {"repetition_penalty", a.repetition_penalty.has_value()},
   }};
-  std::string all, missing;
-  size_t given = 0;
-  for (const auto& [name, is_given] : penalties) {
-    all += (all.empty() ? "" : ", ") + std::string(name);
-    if (is_given)
-      ++given;
-    else
-      missing += (missing.empty() ? "" : ", ") + std::string(name);
-  }
-  if (given != 0 && given != penalties.size())
+  const auto given = std::count_if(penalties.begin(), penalties.end(),
+                                   [](const auto& penalty) { return penalty.second; });
+  if (given != 0 && given != static_cast<ptrdiff_t>(penalties.size())) {
+    std::string all, missing;
+    for (const auto& [name, is_given] : penalties) {
+      all += (all.empty() ? "" : ", ") + std::string(name);
+      if (!is_given) missing += (missing.empty() ? "" : ", ") + std::string(name);
+    }
     fail("verify: penalties expected all of ", all, ", got no ", missing);
+  }
   if (given != 0) {
     expect.tensor("penalty_rows", *a.penalty_rows, ints, {requests});
     expect_matrix(expect, "output_counts", *a.output_counts, {ScalarType::Int}, vocab);
@@ -216,9 +216,9 @@ std::tuple<Tensor, Tensor, Tensor> verify_op(
                                  synthetic_rates,
                                  take_string(method),
                                  take_string(stream)});
-  Tensor token_ids = torch::stable::new_empty(logits, {p.requests, p.drafts + 1}, ScalarType::Long);
-  Tensor num_accepted = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);
-  Tensor status = torch::stable::new_empty(logits, {p.requests}, ScalarType::Int);
+  Tensor token_ids = empty(logits, {p.requests, p.drafts + 1}, ScalarType::Long);
+  Tensor num_accepted = empty(logits, {p.requests}, ScalarType::Int);
+  Tensor status = empty(logits, {p.requests}, ScalarType::Int);
   p.token_ids = static_cast<int64_t*>(token_ids.mutable_data_ptr());
   p.num_accepted = static_cast<int32_t*>(num_accepted.mutable_data_ptr());
   p.status = static_cast<int32_t*>(status.mutable_data_ptr());

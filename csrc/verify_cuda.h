@@ -38,7 +38,7 @@ void verify_with_scratch(const VerifyParams& p, const Tensor& any) {
   if (p.vocab > most - kBlock)
     fail("verify: logits expected at most ", most - kBlock, " columns on CUDA, got ", p.vocab);
   VerifyCall c{p, {}};
-  Tensor scratch = torch::stable::new_empty(any, {place_scratch(c, 0)}, ScalarType::Byte);
+  Tensor scratch = empty(any, {place_scratch(c, 0)}, ScalarType::Byte);
   place_scratch(c, reinterpret_cast<uint64_t>(scratch.mutable_data_ptr()));
   if (p.requests * c.scratch.slots * c.scratch.blocks > most)
     fail("verify: blocks of ", kBlock, " logits expected at most ", most, " on CUDA, got ",
