@@ -294,8 +294,9 @@ __device__ inline int cut_few(const Cutting& cut, int bound, double enough, bool
   const bool has_group = static_cast<int>(threadIdx.x) / 2 < count;
   const int group = has_group ? listed[threadIdx.x / 2] : 0;
   float x[kVectors][kVector];
-  law_lanes<kVectors, kVector>(cut.c, cut.row, cut.law,
-                               group * kFilterGroup + threadIdx.x % 2 * kVectors * kVector, x);
+  if (has_group)
+    law_lanes<kVectors, kVector>(cut.c, cut.row, cut.law,
+                                 group * kFilterGroup + threadIdx.x % 2 * kVectors * kVector, x);
   const auto lanes = [&](int low, const auto& f) {
     if (!has_group) return;
 #pragma unroll

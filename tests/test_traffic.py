@@ -6,6 +6,7 @@ kernels load and store; one of its tests starts such a process.
 """
 
 import os
+from typing import Any
 
 import cases
 import emulation
@@ -19,37 +20,44 @@ from mtp_kernels.kernels import draft_pack, draft_step, entry, head_argmax, veri
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
+B, K, V = 2, 2, 8192
+
+
+def verify_inputs(dtype: torch.dtype, num_candidates: int | None) -> dict[str, Any]:
+    """Drafts in block 0 that are surely accepted; above the cut, 49 groups more."""
+    gen = torch.Generator().manual_seed(0)
+    ranks = torch.stack([torch.randperm(V // 32, generator=gen) for _ in range(B * (K + 1))])
+    logits = (ranks.repeat_interleave(32, 1) / 16 - 40).to(dtype)
+    logits[:, :4096] -= 20
+    best = torch.randint(0, 4096, (B * (K + 1),), generator=gen)
+    logits[torch.arange(B * (K + 1)), best] = 30
+    inputs = {
+        "logits": logits,
+        "draft_ids": best.view(B, K + 1)[:, :K],
+        "cu_rows": torch.arange(0, B * (K + 1) + 1, K + 1),
+        "positions": torch.arange(B * (K + 1)),
+        "temperature": torch.ones(B),
+        "seeds": torch.arange(B),
+    }
+    if num_candidates is not None:
+        inputs |= {"top_k": torch.full((B,), num_candidates), "top_p": torch.full((B,), 0.95)}
+    return inputs
+
+
 if INTERPRETED:
 
     @pytest.mark.parametrize("dtype", [cases.FP32, cases.FP16])
-    @pytest.mark.parametrize("is_filtered", [False, True])
-    def test_verify(dtype: torch.dtype, is_filtered: bool) -> None:
-        """Drafts in block 0 that are surely accepted, 49 groups above the cut in block 1."""
-        b, k, v = 2, 2, 8192
-        gen = torch.Generator().manual_seed(0)
-        ranks = torch.stack([torch.randperm(v // 32, generator=gen) for _ in range(b * (k + 1))])
-        logits = (ranks.repeat_interleave(32, 1) / 16 - 40).to(dtype)
-        logits[:, :4096] -= 20
-        best = torch.randint(0, 4096, (b * (k + 1),), generator=gen)
-        logits[torch.arange(b * (k + 1)), best] = 30
-        filters = {"top_k": torch.full((b,), 50), "top_p": torch.full((b,), 0.95)}
+    @pytest.mark.parametrize("num_candidates", [None, 50])
+    def test_verify(dtype: torch.dtype, num_candidates: int | None) -> None:
+        inputs = verify_inputs(dtype, num_candidates)
         with interpreter.counted() as launches:
-            accepted = verify.verify(
-                logits,
-                best.view(b, k + 1)[:, :k],
-                torch.arange(0, b * (k + 1) + 1, k + 1),
-                torch.arange(b * (k + 1)),
-                torch.ones(b),
-                torch.arange(b),
-                **(filters if is_filtered else {}),
-            )[1]
-        assert accepted.tolist() == [k] * b and len(launches) == 2
+            accepted = verify.verify(**inputs)[1]
+        assert accepted.tolist() == [K] * B and len(launches) == 2
         moved = sum(launch.moved() for launch in launches)
-        if is_filtered:  # the block drawn from holds one of the row's candidates
-            moved += b * 32 * dtype.itemsize
-        num_candidates = 50 if is_filtered else None
-        rest = moved - verify.traffic(b, k, v, dtype.itemsize, num_candidates=num_candidates)
-        assert 0 <= rest < 100 * len(logits)  # arguments and results
+        if num_candidates:  # the block drawn from holds one of the row's candidates
+            moved += B * 32 * dtype.itemsize
+        rest = moved - verify.traffic(B, K, V, dtype.itemsize, num_candidates=num_candidates)
+        assert 0 <= rest < 100 * B * (K + 1)  # arguments and results
 
     @pytest.mark.parametrize("dtype", [cases.FP32, cases.FP16])
     def test_head_argmax(dtype: torch.dtype) -> None:
@@ -65,6 +73,17 @@ else:
         """64 requests of 3 drafts; 128 groups of 32 lanes are the most that are looked at."""
         assert verify.traffic(64, 3, 152_576) <= 98e6
         assert verify.traffic(64, 3, 152_576, num_candidates=128) <= 176e6
+        assert sum(verify.cuda_traffic(64, 3, 152_576)) <= 98e6
+        assert sum(verify.cuda_traffic(64, 3, 152_576, num_candidates=128)) <= 176e6
+
+    @pytest.mark.parametrize("dtype", [cases.FP32, cases.FP16])
+    @pytest.mark.parametrize("num_candidates", [None, 50])
+    def test_emulation_of_verify(dtype: torch.dtype, num_candidates: int | None) -> None:
+        inputs = verify_inputs(dtype, num_candidates)
+        emulation.traffic()
+        assert emulation.op("verify")(**inputs)[1].tolist() == [K] * B
+        logits, _ = verify.cuda_traffic(B, K, V, dtype.itemsize, num_candidates=num_candidates)
+        assert emulation.traffic() == (logits, 0)
 
     @pytest.mark.parametrize("row", cases.DRAFT_PACK_ROWS, ids=lambda row: row.id)
     def test_emulation_of_draft_pack(row: cases.DraftRow) -> None:

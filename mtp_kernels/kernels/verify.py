@@ -1243,6 +1243,28 @@ def traffic(
     return lanes * itemsize + reduced + num_rows * (2 * 4 * groups + cut)
 
 
+def cuda_traffic(
+    num_requests: int,
+    num_drafts: int,
+    vocab: int,
+    itemsize: int = 2,
+    *,
+    num_candidates: int | None = None,
+) -> tuple[int, int]:
+    """Bytes of logits that the launches of csrc/verify.cuh ask for, and of scratch that they move.
+
+    As for `traffic`. A draft's logit comes with the 7 beside it.
+    """
+    num_rows = num_requests * (num_drafts + 1)
+    num_blocks = triton.cdiv(vocab, BLOCK.value)
+    lanes = num_rows * vocab + num_requests * (min(vocab, BLOCK.value) + 8 * num_drafts)
+    scratch = 2 * num_rows * num_blocks * 32  # a block's law, written and read
+    if num_candidates is not None:
+        lanes += num_rows * num_candidates * 32
+        scratch += num_rows * num_blocks * (2 * 4 * BLOCK.value // 32 + 8)  # groups; sums again
+    return lanes * itemsize, scratch
+
+
 _GRAINS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # zero bits of a `_key`
 
 
