@@ -20,8 +20,12 @@ struct Row {
 };
 
 constexpr Row kRows[] = {
-    {CpuIsa::scalar, "scalar"},           {CpuIsa::avx2, "avx2"}, {CpuIsa::avx512, "avx512"},
-    {CpuIsa::avx512_bf16, "avx512_bf16"}, {CpuIsa::amx, "amx"},
+    {CpuIsa::scalar, "scalar"},
+    {CpuIsa::avx2, "avx2"},
+    {CpuIsa::avx512, "avx512"},
+    {CpuIsa::avx512_bf16, "avx512_bf16"},
+    // For packed weights; all else is as with avx512_bf16.
+    {CpuIsa::amx, "amx"},
 };
 
 #if defined(MTP_EMULATE_AMX)

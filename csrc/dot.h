@@ -80,6 +80,14 @@ void for_tiles(int64_t rows, const Tile& tile, int64_t first = 0) {
   }
 }
 
+// Rows of the tile that begins where `left` rows are left.
+inline int64_t tile_rows(int64_t left, bool packed) {
+  if (kAmx && packed) return min(left, kPanelTileRows);
+  int64_t rows = kTileRows;
+  while (rows > left) rows /= 2;
+  return rows;
+}
+
 // What one step of a dot product multiplies: kStep weights of type W by kStep activations of X.
 template <typename W, typename X>
 struct Dot {
@@ -98,14 +106,6 @@ struct Dot<Bf16, Bf16> {
   static Vec step(Values x, Values w, Vec sum) { return {_mm512_dpbf16_ps(sum.v, x, w)}; }
 };
 #endif
-
-// Rows of the tile that begins where `left` rows are left.
-inline int64_t tile_rows(int64_t left, bool packed) {
-  if (kAmx && packed) return min(left, kPanelTileRows);
-  int64_t rows = kTileRows;
-  while (rows > left) rows /= 2;
-  return rows;
-}
 
 // Writes row `row` of `rows`, from n values, for weights of type T.
 template <typename T>
@@ -275,7 +275,8 @@ void dot_panel_tiles(TileRegisters& registers, const Bf16* w, int64_t panel_stri
                      int64_t n, float* out, int64_t out_stride) {
   constexpr int kActivations = A * C, kWeights = kActivations + A;  // behind the sums
   constexpr int kRowBytes = 64, kTileWeights = kPanelStep * kPanel;
-  const auto rows_of = [&](int a) { return min(rows - a * kPanelTileRows, kPanelTileRows); };
+  const int64_t last = min(rows - (A - 1) * kPanelTileRows, kPanelTileRows);
+  const auto rows_of = [&](int a) { return a < A - 1 ? kPanelTileRows : last; };
   TileShapes shapes;
   const auto shape = [&](int tile, int64_t tile_rows) {
     shapes.rows[tile] = static_cast<uint8_t>(tile_rows);
@@ -292,6 +293,16 @@ void dot_panel_tiles(TileRegisters& registers, const Bf16* w, int64_t panel_stri
     return out + a * kPanelTileRows * out_stride + c * kPanel;
   };
   const int64_t out_bytes = out_stride * static_cast<int64_t>(sizeof(float));
+  // Before the registers hold anything: a function that is called may use them.
+  const int64_t whole = n / kPanelStep * kPanelStep;
+  Bf16 tail[C][kTileWeights];
+  for (int c = 0; c < C && whole < n; ++c) {
+    // What follows in the panel is not to be multiplied, not even by zero.
+    const int64_t count = (n - whole) * kPanel;
+    const Bf16* from = w + c * panel_stride + whole * kPanel;
+    for (int64_t i = 0; i < kTileWeights; ++i) tail[c][i] = i < count ? from[i] : Bf16{};
+  }
+
   const auto step = [&](const Bf16* wk, int64_t wk_stride, int64_t k) {
     for_each<A>([&]<int a>() {
       load_tile<kActivations + a>(x + a * kPanelTileRows * inputs + k * rows_of(a), kRowBytes);
@@ -303,8 +314,7 @@ void dot_panel_tiles(TileRegisters& registers, const Bf16* w, int64_t panel_stri
   };
   for_each<A * C>([&]<int i>() { load_tile<i>(out_of(i / C, i % C), out_bytes); });
   const int64_t ahead_step = kTileWeights / ahead.shares;
-  int64_t k = 0;
-  for (; k + kPanelStep <= n; k += kPanelStep) {
+  for (int64_t k = 0; k < whole; k += kPanelStep) {
     if (ahead.from) {
       for (int c = 0; c < C; ++c)
         for (int64_t i = 0; i < ahead_step; i += 2 * kPanel)
@@ -313,12 +323,7 @@ void dot_panel_tiles(TileRegisters& registers, const Bf16* w, int64_t panel_stri
     }
     step(w + k * kPanel, panel_stride, begin + k);
   }
-  if (k < n) {  // what follows in the panel is not to be multiplied, not even by zero
-    Bf16 tail[C][kTileWeights] = {};
-    for (int c = 0; c < C; ++c)
-      __builtin_memcpy(tail[c], w + c * panel_stride + k * kPanel, (n - k) * kPanel * sizeof(Bf16));
-    step(tail[0], kTileWeights, begin + k);
-  }
+  if (whole < n) step(tail[0], kTileWeights, begin + whole);
   for_each<A * C>([&]<int i>() { store_tile<i>(out_of(i / C, i % C), out_bytes); });
 }
 

@@ -1,6 +1,8 @@
 // AMX: eight registers ("tiles") of up to 16 rows of 64 bytes, and products of them. Included only
 // by the objects for CPUs that have it. Assembly, since intrinsics do not take a register's number
 // from a template, and those of GCC 12 do not say that they read memory.
+//
+// Run so far only as tests/amx_emulation does it, not yet on a machine that has AMX.
 #pragma once
 
 #include <cstdint>
