@@ -3,6 +3,14 @@
 #include <atomic>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace mtp {
 namespace {
 
@@ -16,7 +24,25 @@ constexpr Row kRows[] = {
     {CpuIsa::avx2, "avx2"},
     {CpuIsa::avx512, "avx512"},
     {CpuIsa::avx512_bf16, "avx512_bf16"},
+    // For packed weights; all else is as with avx512_bf16.
+    {CpuIsa::amx, "amx"},
 };
+
+#if defined(MTP_EMULATE_AMX)
+bool has_amx() { return true; }
+#elif defined(__x86_64__) && defined(__linux__)
+// Linux gives a process the tile registers when it asks for them; a sandbox may refuse.
+bool has_amx() {
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & kAmxBf16) || !(d & kAmxTile)) return false;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+#else
+bool has_amx() { return false; }
+#endif
 
 // Each level includes the ones below it; __builtin_cpu_supports also asks the operating system.
 bool runs_here(CpuIsa isa) {
@@ -36,6 +62,8 @@ bool runs_here(CpuIsa isa) {
       return avx512;
     case CpuIsa::avx512_bf16:
       return avx512 && __builtin_cpu_supports("avx512bf16");
+    case CpuIsa::amx:
+      return avx512 && __builtin_cpu_supports("avx512bf16") && has_amx();
   }
   return false;
 #else

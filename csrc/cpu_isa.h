@@ -6,7 +6,7 @@
 
 namespace mtp {
 
-enum class CpuIsa { scalar, avx2, avx512, avx512_bf16 };
+enum class CpuIsa { scalar, avx2, avx512, avx512_bf16, amx };
 
 // The instruction sets this binary has and this machine runs, narrowest first.
 std::vector<std::string> available_cpu_isas();

@@ -9,6 +9,10 @@
 
 #include "vec.h"
 
+#if defined(__AMX_BF16__)
+#include "tiles.h"
+#endif
+
 namespace mtp {
 namespace {
 
@@ -17,18 +21,39 @@ constexpr bool kDotBf16 = true;
 #else
 constexpr bool kDotBf16 = false;
 #endif
+#if defined(__AMX_BF16__)
+constexpr bool kAmx = true;
+#else
+constexpr bool kAmx = false;
+#endif
 
 template <typename T>
 constexpr bool kIsBf16 = false;
 template <>
 constexpr bool kIsBf16<Bf16> = true;
 
+// What activations of model dtype T are multiplied as.
+template <typename T>
+struct ActivationOf {
+  using Type = float;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ActivationOf<Bf16> {
+  using Type = Bf16;
+};
+#endif
+template <typename T>
+using Activation = typename ActivationOf<T>::Type;
+
 constexpr int kPanel = 16;              // weight rows side by side in a packed weight
 constexpr int64_t kInputMultiple = 32;  // activation rows are padded with zeros to this
 constexpr bool kManyRegisters = Vec::kLanes == 16;
 constexpr int kTileRows = kManyRegisters ? 8 : 4;
 constexpr int kTileCols = kManyRegisters ? 3 : 2;
+constexpr int kPanelTileRows = kAmx ? 16 : kTileRows;
 constexpr int kPanelTileCols = kDotBf16 ? 3 : kManyRegisters ? 2 : 1;
+constexpr int64_t kPanelStep = kAmx ? 32 : 2;
 constexpr int64_t kGroup = 24;          // weight rows whose sums wait for the next inputs
 constexpr int64_t kChunkRows = 64;      // activation rows whose sums do
 constexpr int64_t kBlockBytes = 16384;  // of activations: half of the L1 cache
@@ -41,8 +66,9 @@ inline int64_t padded_inputs(int64_t n) {
   return (n + kInputMultiple - 1) / kInputMultiple * kInputMultiple;
 }
 
-// Activations are held as the tiles read them. kTileRows rows are a tile, those left over a tile of
-// 4, then 2, 1; a tile is [inputs/step][rows of the tile][step].
+// Activations are held as the tiles read them: a tile is [inputs/step][rows of the tile][step].
+// kTileRows rows are a tile, those left over a tile of 4, then 2, 1. For AMX and packed weights
+// kPanelTileRows are a tile, and those left over one.
 
 // Calls tile<R>(first row) over all rows.
 template <int R = kTileRows, typename Tile>
@@ -54,16 +80,12 @@ void for_tiles(int64_t rows, const Tile& tile, int64_t first = 0) {
   }
 }
 
-// Writes row `row` of `rows`, from n values.
-template <typename X>
-void put_row(const float* from, int64_t n, int64_t row, int64_t rows, int64_t step, X* x) {
-  const int64_t inputs = padded_inputs(n);
-  for_tiles(rows, [&]<int R>(int64_t first) {
-    if (row < first || row >= first + R) return;
-    X* to = x + first * inputs + (row - first) * step;
-    for (int64_t k = 0; k < inputs; ++k)
-      from_float(k < n ? from[k] : 0.0f, to[k / step * R * step + k % step]);
-  });
+// Rows of the tile that begins where `left` rows are left.
+inline int64_t tile_rows(int64_t left, bool packed) {
+  if (kAmx && packed) return min(left, kPanelTileRows);
+  int64_t rows = kTileRows;
+  while (rows > left) rows /= 2;
+  return rows;
 }
 
 // What one step of a dot product multiplies: kStep weights of type W by kStep activations of X.
@@ -85,6 +107,35 @@ struct Dot<Bf16, Bf16> {
 };
 #endif
 
+// Writes row `row` of `rows`, from n values, for weights of type T.
+template <typename T>
+void put_row(const float* from, int64_t n, int64_t row, int64_t rows, bool packed,
+             Activation<T>* x) {
+  const int64_t inputs = padded_inputs(n);
+  const int64_t step = packed ? kPanelStep : Dot<T, Activation<T>>::kStep;
+  int64_t first = 0, size = tile_rows(rows, packed);
+  while (row >= first + size) {
+    first += size;
+    size = tile_rows(rows - first, packed);
+  }
+  Activation<T>* to = x + first * inputs + (row - first) * step;
+  constexpr int64_t kAtOnce = 16 * kInputMultiple;
+  for (int64_t k = 0; k < inputs; k += kAtOnce) {
+    Activation<T> some[kAtOnce];
+    const int64_t count = min(kAtOnce, inputs - k), given = min(count, n - k);
+    for (int64_t i = 0; i < given; ++i) from_float(from[k + i], some[i]);
+    for (int64_t i = given; i < count; ++i) some[i] = Activation<T>{};
+    const auto spread = [&]<int64_t kStep>() {
+      for (int64_t i = 0; i < count; i += kStep, to += size * kStep)
+        __builtin_memcpy(to, some + i, kStep * sizeof(Activation<T>));
+    };
+    if (packed)
+      spread.template operator()<kPanelStep>();
+    else
+      spread.template operator()<Dot<T, Activation<T>>::kStep>();
+  }
+}
+
 // Weights to fetch ahead. Tiles of rows that use the same weights, `shares` of them, each fetch a
 // part: together they are slower than the memory, and one that fetched for all would wait for it.
 template <typename W>
@@ -94,9 +145,9 @@ struct Ahead {
 };
 
 template <typename W>
-Ahead<W> ahead(const W* next, int64_t row, int64_t rows, int64_t n) {
-  const int64_t shares = (rows + kTileRows - 1) / kTileRows;
-  return {next + row / kTileRows * n / shares, shares};
+Ahead<W> ahead(const W* next, int64_t row, int64_t rows, int64_t n, int64_t together) {
+  const int64_t shares = (rows + together - 1) / together;
+  return {next + row / together * n / shares, shares};
 }
 
 // sums[c][r] += x[r] w[c] over n inputs, lane by lane.
@@ -156,7 +207,7 @@ void dot_rows(const W* w, int64_t w_stride, int64_t count, const X* x, int64_t r
         for_tiles(rows, [&]<int R>(int64_t r) {
           const W* next = here + group * w_stride;
           dot_tile<R, C>(here, apart * w_stride,
-                         rows == 1 ? Ahead<W>{nullptr, 1} : ahead(next, r, rows, size),
+                         rows == 1 ? Ahead<W>{nullptr, 1} : ahead(next, r, rows, size, kTileRows),
                          x + r * inputs + k * R, size, sums + c * rows + r, apart * rows);
         });
       };
@@ -217,6 +268,80 @@ void dot_panel_tile(const Bf16* w, int64_t panel_stride, Ahead<Bf16> ahead, cons
   each_sum([](float* at, Vec& sum) { store(at, sum); });
 }
 
+#if defined(__AMX_BF16__)
+
+// Calls f<0>() to f<N - 1>().
+template <int N, typename F>
+void for_each(const F& f) {
+  if constexpr (N > 0) {
+    for_each<N - 1>(f);
+    f.template operator()<N - 1>();
+  }
+}
+
+// The same by AMX, for `rows` activation rows, whose tiles begin at x + tile * 16 * inputs; over
+// inputs [begin, begin + n). A tile of weights is 32 inputs of a panel as it lies in memory. An
+// element is a sum of such tiles, in order; inside of one, the processor's own sum.
+template <int A, int C>
+void dot_panel_tiles(TileRegisters& registers, const Bf16* w, int64_t panel_stride,
+                     Ahead<Bf16> ahead, const Bf16* x, int64_t inputs, int64_t rows, int64_t begin,
+                     int64_t n, float* out, int64_t out_stride) {
+  constexpr int kActivations = A * C, kWeights = kActivations + A;  // behind the sums
+  constexpr int kRowBytes = 64, kTileWeights = kPanelStep * kPanel;
+  const int64_t last = min(rows - (A - 1) * kPanelTileRows, kPanelTileRows);
+  const auto rows_of = [&](int a) { return a < A - 1 ? kPanelTileRows : last; };
+  TileShapes shapes;
+  const auto shape = [&](int tile, int64_t tile_rows) {
+    shapes.rows[tile] = static_cast<uint8_t>(tile_rows);
+    shapes.row_bytes[tile] = kRowBytes;
+  };
+  for (int a = 0; a < A; ++a) {
+    for (int c = 0; c < C; ++c) shape(a * C + c, rows_of(a));
+    shape(kActivations + a, rows_of(a));
+  }
+  for (int c = 0; c < C; ++c) shape(kWeights + c, kPanelStep / 2);
+  registers.shape(shapes);
+
+  const auto out_of = [&](int a, int c) {
+    return out + a * kPanelTileRows * out_stride + c * kPanel;
+  };
+  const int64_t out_bytes = out_stride * static_cast<int64_t>(sizeof(float));
+  // Before the registers hold anything: a function that is called may use them.
+  const int64_t whole = n / kPanelStep * kPanelStep;
+  Bf16 tail[C][kTileWeights];
+  for (int c = 0; c < C && whole < n; ++c) {
+    // What follows in the panel is not to be multiplied, not even by zero.
+    const int64_t count = (n - whole) * kPanel;
+    const Bf16* from = w + c * panel_stride + whole * kPanel;
+    for (int64_t i = 0; i < kTileWeights; ++i) tail[c][i] = i < count ? from[i] : Bf16{};
+  }
+
+  const auto step = [&](const Bf16* wk, int64_t wk_stride, int64_t k) {
+    for_each<A>([&]<int a>() {
+      load_tile<kActivations + a>(x + a * kPanelTileRows * inputs + k * rows_of(a), kRowBytes);
+    });
+    for_each<C>([&]<int c>() {
+      load_tile<kWeights + c>(wk + c * wk_stride, kRowBytes);
+      for_each<A>([&]<int a>() { multiply_tiles<a * C + c, kActivations + a, kWeights + c>(); });
+    });
+  };
+  for_each<A * C>([&]<int i>() { load_tile<i>(out_of(i / C, i % C), out_bytes); });
+  const int64_t ahead_step = kTileWeights / ahead.shares;
+  for (int64_t k = 0; k < whole; k += kPanelStep) {
+    if (ahead.from) {
+      for (int c = 0; c < C; ++c)
+        for (int64_t i = 0; i < ahead_step; i += 2 * kPanel)
+          __builtin_prefetch(ahead.from + c * panel_stride + i, 0, kToL2);
+      ahead.from += ahead_step;
+    }
+    step(w + k * kPanel, panel_stride, begin + k);
+  }
+  if (whole < n) step(tail[0], kTileWeights, begin + whole);
+  for_each<A * C>([&]<int i>() { store_tile<i>(out_of(i / C, i % C), out_bytes); });
+}
+
+#endif
+
 // out[t][i] = x[t] . row i of the panels, for `rows` activation rows and `count` panels; n is even,
 // and less than a panel has where only some of its inputs count.
 template <typename X>
@@ -225,27 +350,53 @@ void dot_panels(const Bf16* panels, int64_t panel_stride, int64_t count, const X
   const int64_t inputs = padded_inputs(n);
   // Panels are long streams, which the processor fetches ahead by itself, unless a block of them is
   // used again, by further tiles of rows.
-  const bool once = rows <= kTileRows;
+  const bool once = rows <= kPanelTileRows;
   const int64_t block = once ? n : kPanelBlock;
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i < count * kPanel; ++i) out[r * out_stride + i] = 0;
+#if defined(__AMX_BF16__)
+  TileRegisters registers;
+#endif
   const auto tiles = [&]<int C>(int64_t panel) {
     for (int64_t k = 0; k < n; k += block) {
       const Bf16* here = panels + panel * panel_stride + k * kPanel;
       const int64_t size = min(block, n - k);
-      for_tiles(rows, [&]<int R>(int64_t r) {
+      const auto ahead_of = [&](int64_t r, int64_t together) {
         const Bf16* next = here + size * kPanel;
-        dot_panel_tile<R, C>(here, panel_stride,
-                             once ? Ahead<Bf16>{nullptr, 1} : ahead(next, r, rows, size * kPanel),
-                             x + r * inputs + k * R, size, out + r * out_stride + panel * kPanel,
-                             out_stride);
+        return once ? Ahead<Bf16>{nullptr, 1} : ahead(next, r, rows, size * kPanel, together);
+      };
+      const auto out_of = [&](int64_t r) { return out + r * out_stride + panel * kPanel; };
+#if defined(__AMX_BF16__)
+      constexpr int64_t kTogether = 2 * kPanelTileRows;
+      const auto some = [&]<int A>(int64_t r) {
+        dot_panel_tiles<A, C>(registers, here, panel_stride, ahead_of(r, kTogether), x + r * inputs,
+                              inputs, rows - r, k, size, out_of(r), out_stride);
+      };
+      for (int64_t r = 0; r < rows; r += kTogether) {
+        if constexpr (C <= 2) {
+          if (rows - r > kPanelTileRows) {
+            some.template operator()<2>(r);
+            continue;
+          }
+        }
+        some.template operator()<1>(r);
+      }
+#else
+      for_tiles(rows, [&]<int R>(int64_t r) {
+        dot_panel_tile<R, C>(here, panel_stride, ahead_of(r, kTileRows), x + r * inputs + k * R,
+                             size, out_of(r), out_stride);
       });
+#endif
     }
   };
   int64_t panel = 0;
-  for (; panel + kPanelTileCols <= count; panel += kPanelTileCols)
-    tiles.template operator()<kPanelTileCols>(panel);
-  for (; panel < count; ++panel) tiles.template operator()<1>(panel);
+  const auto groups_of = [&]<int C>() {
+    for (; panel + C <= count; panel += C) tiles.template operator()<C>(panel);
+  };
+  // Two tiles of rows and three panels are more than the eight registers of AMX.
+  if (once || !kAmx) groups_of.template operator()<kPanelTileCols>();
+  if constexpr (kAmx) groups_of.template operator()<2>();
+  groups_of.template operator()<1>();
 }
 
 }  // namespace

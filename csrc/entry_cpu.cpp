@@ -7,6 +7,8 @@ namespace mtp {
 const EntryCpuKernels& entry_cpu_kernels() {
   switch (cpu_isa()) {
 #if defined(__x86_64__)
+    case CpuIsa::amx:
+      return entry_cpu_amx;
     case CpuIsa::avx512_bf16:
       return entry_cpu_avx512_bf16;
     case CpuIsa::avx512:

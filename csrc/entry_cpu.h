@@ -67,6 +67,7 @@ extern const EntryCpuKernels entry_cpu_scalar;
 extern const EntryCpuKernels entry_cpu_avx2;
 extern const EntryCpuKernels entry_cpu_avx512;
 extern const EntryCpuKernels entry_cpu_avx512_bf16;
+extern const EntryCpuKernels entry_cpu_amx;
 #endif
 
 const EntryCpuKernels& entry_cpu_kernels();  // of the instruction set in use

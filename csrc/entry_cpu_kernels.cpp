@@ -78,13 +78,7 @@ void norm_embedding(const Embedding& embedding, int64_t t, int64_t n, float* to)
   }
 }
 
-// Inputs that a projection multiplies at a time.
-template <typename T, typename X>
-int64_t input_step(const Weight& weight) {
-  return weight.packed ? 2 : Dot<T, X>::kStep;
-}
-
-template <typename T, typename X>
+template <typename T>
 void norm_rows(const EntryParams& p, int64_t begin, int64_t end) {
   const int64_t n = p.hidden_size, inputs = p.hidden ? 2 * n : n;
   float* row = new float[inputs];
@@ -94,12 +88,12 @@ void norm_rows(const EntryParams& p, int64_t begin, int64_t end) {
     norm_embedding<T>(p.embedding, t, n, embed_half);
     if (p.hidden)
       rms_norm<T>(static_cast<const T*>(p.hidden) + t * p.hidden_stride, p.hnorm, n, hidden_half);
-    put_row(row, inputs, t, p.rows, input_step<T, X>(p.proj), static_cast<X*>(p.normed));
+    put_row<T>(row, inputs, t, p.rows, p.proj.packed, static_cast<Activation<T>*>(p.normed));
   }
   delete[] row;
 }
 
-template <typename T, typename X>
+template <typename T>
 void norm_hidden(const EntryHiddenParams& p, int64_t begin, int64_t end) {
   const int64_t n = p.hidden_size;
   float* row = new float[n];
@@ -109,7 +103,7 @@ void norm_hidden(const EntryHiddenParams& p, int64_t begin, int64_t end) {
     for (int64_t i = 0; i < p.num_layers; ++i) {
       const HiddenLayer& layer = p.layers[i];
       apply_norm<T>(from, scale, layer.hnorm, n, row);
-      put_row(row, n, t, p.rows, input_step<T, X>(layer.weight), static_cast<X*>(layer.normed));
+      put_row<T>(row, n, t, p.rows, layer.weight.packed, static_cast<Activation<T>*>(layer.normed));
     }
   }
   delete[] row;
@@ -117,9 +111,9 @@ void norm_hidden(const EntryHiddenParams& p, int64_t begin, int64_t end) {
 
 // Stage 2: the projection.
 
-template <typename T, typename X>
+template <typename T>
 void project_panels(const Projection& p, int64_t begin, int64_t end) {
-  const X* x = static_cast<const X*>(p.normed);
+  const Activation<T>* x = static_cast<const Activation<T>*>(p.normed);
   const T* w = static_cast<const T*>(p.weight.data);
   const T* bias = static_cast<const T*>(p.bias);
   // Outputs done together: their fp32 sums should stay in the cache.
@@ -173,41 +167,35 @@ void look_up(const EntryLookupParams& p, int64_t begin, int64_t end) {
   }
 }
 
-#if defined(__AVX512BF16__)
-using Bf16Normed = Bf16;
-#else
-using Bf16Normed = float;
-#endif
-
 bool normed_is_bf16(DType dtype) { return kDotBf16 && dtype == DType::bf16; }
 
-// f<T, X>() for the model dtype T and what its normed activations are multiplied as.
+// f<T>() for the model dtype T.
 template <typename F>
 void for_dtype(DType dtype, const F& f) {
   switch (dtype) {
     case DType::bf16:
-      return f.template operator()<Bf16, Bf16Normed>();
+      return f.template operator()<Bf16>();
     case DType::fp16:
-      return f.template operator()<Half, float>();
+      return f.template operator()<Half>();
     case DType::fp32:
-      return f.template operator()<float, float>();
+      return f.template operator()<float>();
   }
 }
 
 void norm_rows_any(const EntryParams& p, int64_t begin, int64_t end) {
-  for_dtype(p.dtype, [&]<typename T, typename X>() { norm_rows<T, X>(p, begin, end); });
+  for_dtype(p.dtype, [&]<typename T>() { norm_rows<T>(p, begin, end); });
 }
 
 void norm_hidden_any(const EntryHiddenParams& p, int64_t begin, int64_t end) {
-  for_dtype(p.dtype, [&]<typename T, typename X>() { norm_hidden<T, X>(p, begin, end); });
+  for_dtype(p.dtype, [&]<typename T>() { norm_hidden<T>(p, begin, end); });
 }
 
 void project_panels_any(const Projection& p, int64_t begin, int64_t end) {
-  for_dtype(p.dtype, [&]<typename T, typename X>() { project_panels<T, X>(p, begin, end); });
+  for_dtype(p.dtype, [&]<typename T>() { project_panels<T>(p, begin, end); });
 }
 
 void look_up_any(const EntryLookupParams& p, int64_t begin, int64_t end) {
-  for_dtype(p.dtype, [&]<typename T, typename X>() { look_up<T>(p, begin, end); });
+  for_dtype(p.dtype, [&]<typename T>() { look_up<T>(p, begin, end); });
 }
 
 }  // namespace

@@ -13,6 +13,8 @@ namespace {
 const HeadArgmaxCpuKernels& kernels() {
   switch (cpu_isa()) {
 #if defined(__x86_64__)
+    case CpuIsa::amx:
+      return head_argmax_cpu_amx;
     case CpuIsa::avx512_bf16:
       return head_argmax_cpu_avx512_bf16;
     case CpuIsa::avx512:

@@ -20,6 +20,7 @@ extern const HeadArgmaxCpuKernels head_argmax_cpu_scalar;
 extern const HeadArgmaxCpuKernels head_argmax_cpu_avx2;
 extern const HeadArgmaxCpuKernels head_argmax_cpu_avx512;
 extern const HeadArgmaxCpuKernels head_argmax_cpu_avx512_bf16;
+extern const HeadArgmaxCpuKernels head_argmax_cpu_amx;
 #endif
 
 }  // namespace mtp

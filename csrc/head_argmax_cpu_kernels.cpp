@@ -17,28 +17,13 @@ int64_t id_of(const HeadArgmaxParams& p, int64_t row) {
   return p.id_map.data ? at(p.id_map, row) : p.vocab_start + row;
 }
 
-// What activations of model dtype T are multiplied as.
-template <typename T>
-struct InputOf {
-  using Type = float;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct InputOf<Bf16> {
-  using Type = Bf16;
-};
-#endif
-template <typename T>
-using Input = typename InputOf<T>::Type;
-
 template <typename T>
 void lay_out(const HeadArgmaxParams& p, int64_t begin, int64_t end) {
-  const int64_t step = p.packed ? 2 : Dot<T, Input<T>>::kStep;
   float* row = new float[p.hidden_size];
   for (int64_t t = begin; t < end; ++t) {
     const T* from = static_cast<const T*>(p.hidden) + t * p.hidden_stride;
     for (int64_t i = 0; i < p.hidden_size; ++i) row[i] = to_float(from[i]);
-    put_row(row, p.hidden_size, t, p.rows, step, static_cast<Input<T>*>(p.inputs));
+    put_row<T>(row, p.hidden_size, t, p.rows, p.packed, static_cast<Activation<T>*>(p.inputs));
   }
   delete[] row;
 }
@@ -109,7 +94,7 @@ void choose(const HeadArgmaxParams& p, int64_t t, int64_t row, int64_t count, fl
 
 template <typename T>
 void slices(const HeadArgmaxParams& p, int64_t begin, int64_t end) {
-  const Input<T>* x = static_cast<const Input<T>*>(p.inputs);
+  const Activation<T>* x = static_cast<const Activation<T>*>(p.inputs);
   const T* weight = static_cast<const T*>(p.weight);
   float* logits = new float[min(p.rows, kChunkRows) * kSlice];
   for (int64_t slice = begin; slice < end; ++slice) {
@@ -118,7 +103,7 @@ void slices(const HeadArgmaxParams& p, int64_t begin, int64_t end) {
     const int64_t count = end_row > row ? end_row - row : 0;  // the rest is padding
     for (int64_t first = 0; first < p.rows; first += kChunkRows) {
       const int64_t rows = min(kChunkRows, p.rows - first);
-      const Input<T>* chunk = x + first * padded_inputs(p.hidden_size);
+      const Activation<T>* chunk = x + first * padded_inputs(p.hidden_size);
       if (count > 0) {
         if constexpr (kIsBf16<T>) {
           if (p.packed)
@@ -156,7 +141,7 @@ void lay_out_any(const HeadArgmaxParams& p, int64_t begin, int64_t end) {
 
 int64_t inputs_bytes_any(const HeadArgmaxParams& p) {
   return with_dtype(p.dtype, [&]<typename T>() {
-    return p.rows * padded_inputs(p.hidden_size) * static_cast<int64_t>(sizeof(Input<T>));
+    return p.rows * padded_inputs(p.hidden_size) * static_cast<int64_t>(sizeof(Activation<T>));
   });
 }
 

@@ -14,6 +14,7 @@ namespace mtp {
 const VerifyCpuKernels& verify_cpu_kernels() {
   switch (cpu_isa()) {
 #if defined(__x86_64__)
+    case CpuIsa::amx:
     case CpuIsa::avx512_bf16:
       return verify_cpu_avx512_bf16;
     case CpuIsa::avx512:

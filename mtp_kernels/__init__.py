@@ -1,6 +1,6 @@
 """Kernels for multi-token prediction (MTP). Importing this registers `torch.ops.mtp_kernels.*`.
 
-`MTP_KERNELS_ISA` (avx512_bf16, avx512, avx2 or scalar) makes the CPU kernels use a narrower
+`MTP_KERNELS_ISA` (amx, avx512_bf16, avx512, avx2 or scalar) makes the CPU kernels use a narrower
 instruction set than the machine has.
 """
 

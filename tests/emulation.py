@@ -23,20 +23,22 @@ SANITIZER = os.environ.get("MTP_EMULATION", "")
 OPS = ("draft_pack", "draft_step", "entry", "verify")
 
 
-def build(sanitizer: str) -> Path:
-    """The library, made anew where a source is newer."""
-    folder = ROOT / "build" / "cuda_emulation" / (sanitizer or "plain")
-    configure = [
-        *("cmake", "-G", "Ninja", "-S", str(ROOT / "tests" / "cuda_emulation"), "-B", str(folder)),
-        f"-DTORCH_ROOT={Path(torch.__file__).parent}",
-        f"-DEMULATION_SANITIZER={sanitizer}",
-    ]
+def cmake(source: Path, folder: Path, *options: str) -> None:
+    """What `source` describes, in `folder`, made anew where a file of it is newer."""
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     env.pop("LD_PRELOAD", None)  # the compiler does not need a sanitizer
+    configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *options]
     for command in (configure, ["cmake", "--build", str(folder)]):
         run = subprocess.run(command, env=env, capture_output=True, text=True)
         if run.returncode:
             raise RuntimeError(f"{command[0]} failed:\n{run.stdout[-6000:]}{run.stderr[-6000:]}")
+
+
+def build(sanitizer: str) -> Path:
+    """The library."""
+    folder = ROOT / "build" / "cuda_emulation" / (sanitizer or "plain")
+    options = [f"-DTORCH_ROOT={Path(torch.__file__).parent}", f"-DEMULATION_SANITIZER={sanitizer}"]
+    cmake(ROOT / "tests" / "cuda_emulation", folder, *options)
     return folder / "libcuda_emulation.so"
 
 
