@@ -57,7 +57,7 @@ constexpr int64_t kPanelStep = kAmx ? 32 : 2;
 constexpr int64_t kGroup = 24;          // weight rows whose sums wait for the next inputs
 constexpr int64_t kChunkRows = 64;      // activation rows whose sums do
 constexpr int64_t kBlockBytes = 16384;  // of activations: half of the L1 cache
-constexpr int64_t kPanelBlock = 512;    // inputs of packed weights that wait in the L2 cache
+constexpr int64_t kPanelBlock = 4096;   // inputs of packed weights that wait in the L2 cache
 // Fetches into the L1 cache have few places to wait in.
 constexpr int kToL2 = 2;
 
@@ -362,7 +362,8 @@ void dot_panels(const Bf16* panels, int64_t panel_stride, int64_t count, const X
       const Bf16* here = panels + panel * panel_stride + k * kPanel;
       const int64_t size = min(block, n - k);
       const auto ahead_of = [&](int64_t r, int64_t together) {
-        const Bf16* next = here + size * kPanel;
+        const Bf16* next =
+            k + size < n ? here + size * kPanel : panels + (panel + C) * panel_stride;
         return once ? Ahead<Bf16>{nullptr, 1} : ahead(next, r, rows, size * kPanel, together);
       };
       const auto out_of = [&](int64_t r) { return out + r * out_stride + panel * kPanel; };
