@@ -388,7 +388,7 @@ def cuda_rows(file: str, arch: int) -> list[Row]:
     """With the options of CMakeLists.txt that matter to device code."""
     include = Path(torch.__file__).parent / "include"
     command = ["nvcc", "-cubin", f"-arch=sm_{arch}", "-std=c++17", "-O3", "-DUSE_CUDA"]
-    command += ["-Werror=all-warnings", f"-isystem{include}"]
+    command += ["-Werror=all-warnings", "-isystem", str(include)]
     command += ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernels.cubin"
