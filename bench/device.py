@@ -49,6 +49,7 @@ VLLM = importlib.util.find_spec("vllm") is not None
 LANGUAGES = ("CUDA C++", "Triton")  # of our kernels
 PEERS = ("torch", "torch.compile", "vLLM")
 Contenders = dict[str, Callable[[], Any]]
+RUNNING: set[int] = set()  # process groups of tests, which must not outlive this process
 
 # Not full products: every size is in a row with what is most usual of the others. That row is the
 # first: torch.compile, which takes its time, is only timed there.
@@ -205,12 +206,14 @@ def _pytest(
             stderr=subprocess.STDOUT,
             start_new_session=True,  # to end all of it
         )
+        RUNNING.add(run.pid)
         try:
             end = f"exit {run.wait(seconds)}"
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)
             run.wait()
             end = f"not finished within {seconds:.0f} s"
+        RUNNING.discard(run.pid)
         output.seek(0)
         lines = output.read().strip().splitlines() or ["no output"]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -563,10 +566,10 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     for row in result["timings"]:
         best = min((row[x] for x in LANGUAGES if isinstance(row.get(x), float)), default=0)
-        rate = row["bytes"] / best * 1e6 if best else 0
+        share = f"{row['bytes'] / best * 1e6 / result['copy bandwidth']:.0%}" if best else ""
         cells = [row["op"], re.sub(r"[{}']", "", str(row["shape"]))]
         cells += [_cell(row.get(x)) for x in LANGUAGES]
-        cells.append(f"{rate / result['copy bandwidth']:.0%}")
+        cells.append(share if row["bytes"] else "")
         cells += [_cell(row.get(x)) for x in PEERS]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
@@ -591,6 +594,13 @@ def _of(check: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def end(number: int, _: Any) -> None:
+    """When the time is up: `timeout` reaches this process alone."""
+    for group in RUNNING:
+        os.killpg(group, signal.SIGKILL)
+    os._exit(128 + number)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
@@ -603,11 +613,13 @@ def main() -> int:
     if args.dry_run and os.environ.get("TRITON_INTERPRET") != "1":
         print("device.py: --dry-run needs TRITON_INTERPRET=1 in the environment", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, end)
     bench = Bench(args.dry_run, args.output, args.seconds)
     checks: dict[str, Callable[[], str]] = {
         "op tests": lambda: op_tests(bench),
         "memcheck": lambda: sanitizer(bench, "memcheck"),
         "racecheck": lambda: sanitizer(bench, "racecheck"),
+        "synccheck": lambda: sanitizer(bench, "synccheck"),
     }
     bench.result["checks"] = {}
     with torch.inference_mode():

@@ -25,9 +25,14 @@ CMAKE_ARGS=${CMAKE_ARGS:--DMTP_CUDA=ON -DMTP_CUDA_ARCHS=$arch} PIP_BREAK_SYSTEM_
   "$PYTHON" -m pip install --quiet --no-index --no-build-isolation --no-deps -e .
 "$PYTHON" -m mtp_kernels.cli doctor || true # says what is built in and what runs where
 left=$((465 - (SECONDS - started)))
+if [ "$left" -lt 60 ]; then
+  echo "device.sh: building took $((SECONDS - started)) s, which leaves no time to measure" >&2
+  exit 1
+fi
+rm -f "$output"/device.{json,md}
 timeout --kill-after=5 "$left" \
   "$PYTHON" -W ignore bench/device.py --output "$output" --seconds $((left - 30)) || {
   code=$?
-  cat "$output/device.md" # what was done until then
+  cat "$output/device.md" || true # what was done until then
   exit $code
 }

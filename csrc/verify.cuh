@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kReduceThreads)
   best = __reduce_min_sync(kAllLanes, best);
 
   Units sum = 0, winner = 0;
-  const bool has_law = c.temperature[row.b] >= kGreedyBelow && !is_probs(c, row);
+  const bool has_law = !(c.temperature[row.b] < kGreedyBelow) && !is_probs(c, row);
   const bool races = kRaces && has_law && !row.is_draft;
   if (has_law) {
     const float scale = scale_of(c, row.b);
@@ -208,7 +208,7 @@ struct Request {
   __device__ double residual_mass(int64_t i, double kept) const {
     if (draft_row(c, b, i).is_used)
       return static_cast<double>(residual_masses(residual(i, kept))) * 0x1p-52;
-    return kept * (1 - chance(i).p);
+    return __dmul_rn(kept, 1 - chance(i).p);
   }
 
   // The standard and the synthetic rule: how many drafts are accepted.
@@ -248,13 +248,14 @@ struct Request {
   __device__ int draw(int64_t i, double kept) const;
 };
 
-// The index at a random place of the cumulative sum of value(0), ..., by a warp.
+// The index at a random place of the cumulative sum of value(0), ..., by a warp; 0 if that is 0.
 template <typename Value>
 __device__ inline int warp_place(int count, double uniform, const Value& value) {
   const int lane = threadIdx.x % 32;
   Units total = 0;
   for (int i = lane; i < count; i += 32) total += value(i);
   total = warp_sum(total);
+  if (total == 0) return 0;
   auto place = static_cast<Units>(uniform * static_cast<double>(total));
   place = place < total ? place : total - 1;
   int index = 0;
@@ -280,6 +281,7 @@ __device__ inline int block_place(const Units (&values)[kCount], double uniform)
   Units sum = 0;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) sum += values[i];
+  if (threadIdx.x == 0) found = 0;
   const Units up_to = block_prefix_sum(sum);
   if (threadIdx.x == kDecideThreads - 1) all = up_to;
   __syncthreads();
@@ -385,16 +387,21 @@ __global__ void __launch_bounds__(kDecideThreads, 1)
 
   const Request request(c, b);
   int64_t accepted = 0;
-  int last;
-  double kept = 1;
-  if constexpr (kRaces) {
-    while (accepted < request.judged && request.target(accepted).winner == draft_id(c, b, accepted))
-      ++accepted;
-    last = request.target(accepted).winner;
-  } else {
-    request.find_chances();
-    accepted = c.method == Method::block ? request.accept_block(kept) : request.accept_one_by_one();
-    last = request.draw(accepted, kept);
+  int last = -1, status = 0;
+  if (num_given(c, b) >= 0) {  // it has rows
+    double kept = 1;
+    if constexpr (kRaces) {
+      while (accepted < request.judged &&
+             request.target(accepted).winner == draft_id(c, b, accepted))
+        ++accepted;
+      last = request.target(accepted).winner;
+    } else {
+      request.find_chances();
+      accepted =
+          c.method == Method::block ? request.accept_block(kept) : request.accept_one_by_one();
+      last = request.draw(accepted, kept);
+    }
+    status = request.target(accepted).status;
   }
   for (int64_t i = threadIdx.x; i <= c.drafts; i += kDecideThreads)
     c.token_ids[b * (c.drafts + 1) + i] = i < accepted    ? draft_id(c, b, i)
@@ -402,7 +409,7 @@ __global__ void __launch_bounds__(kDecideThreads, 1)
                                                           : -1;
   if (threadIdx.x == 0) {
     c.num_accepted[b] = static_cast<int32_t>(accepted);
-    c.status[b] = request.target(accepted).status;
+    c.status[b] = status;
   }
 }
 

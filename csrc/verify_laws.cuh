@@ -341,7 +341,6 @@ __device__ inline int cut_many(const Cutting& cut) {
         if (cut.key(x[j]) >= bound) sum += weight_below(x[j], highest, cut.law.scale);
     });
     sum = warp_sum(sum);
-    __syncwarp();
     if (threadIdx.x % 32 == 0) cut.blocks[i].sum = sum;
   }
   return bound;
@@ -475,7 +474,6 @@ __device__ inline Units residual_masses(const Residual& r) {
   const VerifyScratch& s = r.c.scratch;
   Units* masses = s.residual_masses + r.p_row.b * s.blocks;
   Units total = 0;
-  __syncthreads();  // the last ones have been read
   for (int i = threadIdx.x / 32; i < s.blocks; i += kDecideThreads / 32) {
     Units sum = 0;
     if (block_highest(r.p, block_laws(r.c, r.p_row), i) > -INFINITY)

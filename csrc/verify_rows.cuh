@@ -26,11 +26,12 @@ struct Row {
   bool is_used;  // by a request; a draft's: not one-hot
 };
 
-// How many drafts a request has, judged or not. A wrong cu_rows, which is not checked on a GPU,
-// does not lead past them.
+// How many drafts a request has, judged or not. cu_rows is not checked on a GPU: -1 of a request
+// that has no rows, or others than those of the logits.
 __device__ inline int64_t num_given(const VerifyParams& p, int64_t b) {
-  const int64_t given = integer_at(p.cu_rows, b + 1) - integer_at(p.cu_rows, b) - 1;
-  return given < p.drafts ? given : p.drafts;
+  const int64_t first = integer_at(p.cu_rows, b), end = integer_at(p.cu_rows, b + 1);
+  if (first < 0 || end <= first || end > p.rows) return -1;
+  return end - first - 1 < p.drafts ? end - first - 1 : p.drafts;
 }
 
 __device__ inline Row target_row(const VerifyParams& p, int64_t b, int64_t i) {

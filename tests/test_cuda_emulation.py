@@ -1,7 +1,8 @@
 """The CUDA kernels on CPU tensors, in an emulation, under sanitizers; and what that would find.
 
 Tests of other files whose ids hold "emulation" run the ops' CUDA kernels too. The sanitizer jobs
-here run all of them again in processes of their own.
+here run those of this file, test_draft_ops.py and test_entry.py again in processes of their own;
+the others, random requests of test_verify_backends.py among them, are too many for that.
 """
 
 import os
@@ -128,6 +129,25 @@ def test_verify_equals_the_reference(name: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
+def test_a_request_without_rows_gets_no_token() -> None:
+    """Nor is anything read for it: the sanitizers run this too."""
+    inputs, sound = verify_cases.unchecked()
+    got, want = emulation.op("verify")(**inputs), ops.verify.verify(**sound)
+    for x, wanted, nothing in zip(got, want, (-1, 0, 0), strict=True):
+        assert torch.equal(x[::2], wanted) and (x[1::2] == nothing).all()
+
+
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_values_that_no_one_has_checked_lead_to_no_other_id(method: str) -> None:
+    """On a GPU; a CPU op refuses them."""
+    base = cases.verify_inputs(cases.VERIFY_ROWS[2]) | {"method": method}
+    nan = torch.full_like(base["temperature"], torch.nan)
+    for change in ({"temperature": nan}, {"min_p": nan + 2}, {"min_p": torch.full_like(nan, 2)}):
+        token_ids, num_accepted, _ = emulation.op("verify")(**base | change)
+        sampled = token_ids.gather(1, num_accepted[:, None].long())
+        assert ((0 <= sampled) & (sampled < base["logits"].shape[1])).all()
+
+
 def test_exact_functions_have_the_reference_bits() -> None:
     table = test_exact.make_table()
     for *counter, words in table.pop("philox"):
@@ -193,7 +213,7 @@ if not emulation.SANITIZER:
 
     @pytest.mark.parametrize("sanitizer", ["address", "thread"])
     def test_kernels_under_a_sanitizer(sanitizer: str) -> None:
-        """All tests that run a CUDA kernel; "address" is with UndefinedBehaviorSanitizer."""
+        """Of every CUDA kernel all rows; "address" is with UndefinedBehaviorSanitizer."""
         files = [Path(__file__), TESTS / "test_draft_ops.py", TESTS / "test_entry.py"]
         # Without capture: a report ends the process before captured output is shown.
         options = ["-q", "-s", "-k", "emulation", "-p", "no:cacheprovider"]

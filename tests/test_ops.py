@@ -67,7 +67,9 @@ OPS = {
         "triton",
         cases.head_agrees,
     ),
-    "verify": Op(verify_op.OP, verify_op.verify, cases.VERIFY_ROWS, cases.verify_inputs, "triton"),
+    "verify": Op(
+        verify_op.OP, verify_op.verify, cases.VERIFY_ROWS, cases.verify_inputs, "compiled"
+    ),
 }
 ROWS = [pytest.param(op, row, id=f"{name}-{row.id}") for name, op in OPS.items() for row in op.rows]
 

@@ -143,6 +143,18 @@ def on_the_edge() -> dict[str, dict[str, Any]]:
     }
 
 
+def unchecked() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What only a GPU takes: request 1 has no rows, request 3 more than there are. And for its
+    requests 0 and 2, which are as good as any, the same without those two."""
+    inputs = cases.verify_inputs(row("", BF16, (2, 2, 320), "top_k top_p"))
+    start, middle, end = inputs["cu_rows"].tolist()
+    more = dict(inputs)
+    more["cu_rows"] = torch.tensor([start, middle, middle, end, end + 1])
+    for name in ("draft_ids", "temperature", "seeds", "top_k", "top_p"):
+        more[name] = inputs[name].repeat_interleave(2, 0)
+    return more, inputs
+
+
 def all_inputs() -> Iterator[tuple[str, dict[str, Any]]]:
     for row in ROWS:
         yield row.id, cases.verify_inputs(row)

@@ -77,6 +77,7 @@ class Inputs(NamedTuple):
     bias_values: Any
     penalties: Any
     synthetic_rates: Any
+    num_rows: Any
     vocab: Any
     num_drafts: Any
     num_biases: Any
@@ -108,7 +109,7 @@ class Round(NamedTuple):
 
     b: Any
     first_row: Any
-    given: Any  # drafts, judged or not
+    given: Any  # drafts, judged or not; -1 without rows
     temperature: Any
 
 
@@ -143,8 +144,10 @@ class Law(NamedTuple):
 def _round(inputs, b):
     first_row = tl.load(inputs.cu_rows + b).to(tl.int64)
     end = tl.load(inputs.cu_rows + b + 1).to(tl.int64)
-    # A wrong cu_rows, which is not checked on a GPU, must not read past the drafts.
+    # cu_rows is not checked on a GPU: no rows, or others than those of the logits, count as none.
     given = tl.minimum(end - first_row - 1, inputs.num_drafts).to(tl.int32)
+    fits = (first_row >= 0) & (end > first_row) & (end <= inputs.num_rows)
+    given = tl.where(fits, given, -1)
     return Round(b, first_row, given, tl.load(inputs.temperature + b))
 
 
@@ -332,7 +335,7 @@ def reduce_blocks_kernel(
 
     at = pid.to(tl.int64)
     total = tl.zeros((), tl.int64)
-    has_law = round.temperature >= GREEDY_BELOW
+    has_law = (round.temperature < GREEDY_BELOW) == 0
     if DRAFT_KIND == "probs":
         has_law = has_law & is_target
     if has_law:
@@ -910,11 +913,11 @@ def _race_winner(call, round, i, PURPOSE: tl.constexpr, NUM: tl.constexpr):
 
 @triton.jit
 def _place(weights, uniform):
-    """The index at a random place of the cumulative sum."""
+    """The index at a random place of the cumulative sum; 0 if that is 0."""
     up_to = tl.cumsum(weights, 0)
     total = tl.max(up_to)
     place = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
-    return tl.sum((up_to <= place).to(tl.int32))
+    return tl.where(total > 0, tl.sum((up_to <= place).to(tl.int32)), 0)
 
 
 @triton.jit
@@ -1007,6 +1010,12 @@ def decide_kernel(
     """Grid (requests,): judge a request's drafts in turn, then draw the token after them."""
     call = Call(inputs, scratch, num_draft_rows)
     round = _round(inputs, tl.program_id(0).to(tl.int64))
+    if round.given < 0:
+        for i in range(inputs.num_drafts + 1):
+            tl.store(token_ids + round.b * (inputs.num_drafts + 1) + i, -1)
+        tl.store(num_accepted + round.b, 0)
+        tl.store(status + round.b, 0)
+        return
     judged = _judged(call, round, NUM)
     accepted = 0
     kept_there = tl.full((), 1.0, tl.float64)  # block: what of p is compared with q
@@ -1146,6 +1155,7 @@ def verify(
         bias_values=_matrix(bias_values),
         penalties=penalties,
         synthetic_rates=synthetic_rates,
+        num_rows=logits.shape[0],
         vocab=vocab,
         num_drafts=num_drafts,
         num_biases=0 if bias_ids is None else bias_ids.shape[1],

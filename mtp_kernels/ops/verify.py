@@ -104,7 +104,8 @@ def verify(
     the other requests, of threads and of launch geometry. Each token's weight becomes an integer,
     in blocks of 4096 tokens; sums of integers have no order. Randomness is Philox, keyed by seed
     and position (`_exact.philox`): one seed serves all rounds of a request, see `round_seeds` in
-    verification.py for its drafts. Values are checked on CPU only.
+    verification.py for its drafts. Values are checked on CPU only. On a GPU a request that has
+    no rows, or others than those of logits, gets no token; no other value leads out of bounds.
     """
     inputs = locals()
     check(**inputs)

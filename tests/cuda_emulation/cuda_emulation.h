@@ -226,6 +226,7 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 
 // Arithmetic that is rounded as said and never fused.
 inline float __fmul_rn(float x, float y) { return x * y; }
+inline double __dmul_rn(double x, double y) { return x * y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fadd_rd(float x, float y) {
   const float sum = x + y, of_y = sum - x;
