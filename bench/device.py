@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from interleaved import provenance
 from suite.test_verify import VERIFY_SAMPLING as VERIFY_ROWS
-from suite.test_verify import Batch, ours, straightforward_torch
+from suite.test_verify import Batch, ours, straightforward_torch, vllm_sampler
 from torch import Tensor
 
 from mtp_kernels import ops
@@ -420,44 +420,6 @@ def filtering_torch(batch: Batch, temperature: float, top_k: int, top_p: float) 
         return judge()
 
     return run
-
-
-def vllm_sampler(
-    batch: Batch, temperature: float, top_k: int | None, top_p: float | None
-) -> Callable:
-    """The installed vLLM's V1 RejectionSampler."""
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    device = batch.logits.device
-    metadata = SpecDecodeMetadata.make_dummy(batch.draft_ids.tolist(), device)
-    rows = torch.arange(batch.logits.shape[0], device=device).view(batch.requests, -1)
-    metadata.target_logits_indices = rows[:, :-1].flatten()
-    metadata.bonus_logits_indices = rows[:, -1]
-    none = torch.tensor([], device=device)
-    sampling = SamplingMetadata(
-        temperature=batch.full(temperature) if temperature else None,
-        all_greedy=temperature == 0,
-        all_random=temperature != 0,
-        top_p=batch.full(top_p),
-        top_k=batch.full(top_k, torch.int32),
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=none,
-        presence_penalties=none,
-        repetition_penalties=none,
-        output_token_ids=[],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-    sampler = RejectionSampler(Sampler())
-    return lambda: sampler(metadata, None, batch.logits, sampling)
 
 
 def draft_cases(bench: Bench, requests: int, k: int, hidden: int, is_first: bool) -> Iterator[Case]:

@@ -112,14 +112,48 @@ def vllm_sampler(
     batch: Batch, temperature: float, top_k: int | None, top_p: float | None
 ) -> Callable:
     """vLLM's V1 RejectionSampler. Not for drafts with logits: it wants their probabilities."""
+    if batch.logits.is_cpu:
+        repair_expansion()
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+    device = batch.logits.device
+    metadata = SpecDecodeMetadata.make_dummy(batch.draft_ids.tolist(), device)
+    rows = torch.arange(batch.logits.shape[0], device=device).view(batch.requests, -1)
+    metadata.target_logits_indices = rows[:, :-1].flatten()
+    metadata.bonus_logits_indices = rows[:, -1]
+    none = torch.tensor([], device=device)
+    sampling = SamplingMetadata(
+        temperature=batch.full(temperature) if temperature else None,
+        all_greedy=temperature == 0,
+        all_random=temperature != 0,
+        top_p=batch.full(top_p),
+        top_k=batch.full(top_k, torch.int32),
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+    sampler = RejectionSampler(Sampler())
+    return lambda: sampler(metadata, None, batch.logits, sampling)
+
+
+def repair_expansion() -> None:
+    """Of values of requests to those of rows: on CPU vLLM's own leaves memory as it was."""
     from vllm.platforms import current_platform
 
     current_platform.register_triton_kernel_overrides()  # as the engine does, before the import
     from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
     def expand(
         x: Tensor,
@@ -132,30 +166,6 @@ def vllm_sampler(
         return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts)
 
     rejection_sampler.expand_batch_to_tokens = expand
-    metadata = SpecDecodeMetadata.make_dummy(batch.draft_ids.tolist(), torch.device("cpu"))
-    rows = torch.arange(batch.logits.shape[0]).view(batch.requests, -1)
-    metadata.target_logits_indices = rows[:, :-1].flatten()
-    metadata.bonus_logits_indices = rows[:, -1]
-    sampling = SamplingMetadata(
-        temperature=batch.full(temperature) if temperature else None,
-        all_greedy=temperature == 0,
-        all_random=temperature != 0,
-        top_p=batch.full(top_p),
-        top_k=batch.full(top_k, torch.int32),
-        generators={},
-        max_num_logprobs=None,
-        no_penalties=True,
-        prompt_token_ids=None,
-        frequency_penalties=torch.tensor([]),
-        presence_penalties=torch.tensor([]),
-        repetition_penalties=torch.tensor([]),
-        output_token_ids=[],
-        allowed_token_ids_mask=None,
-        bad_words_token_ids={},
-        logitsprocs=LogitsProcessors(),
-    )
-    sampler = rejection_sampler.RejectionSampler(Sampler())
-    return lambda: sampler(metadata, None, batch.logits, sampling)
 
 
 def transformers_sampler(
