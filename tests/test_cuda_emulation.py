@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cases
@@ -211,16 +212,19 @@ if not emulation.SANITIZER:
             text=True,
         )
 
-    @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-    def test_kernels_under_a_sanitizer(sanitizer: str) -> None:
-        """Of every CUDA kernel all rows; "address" is with UndefinedBehaviorSanitizer."""
+    def test_kernels_under_sanitizers() -> None:
+        """Of every CUDA kernel all rows, by two jobs side by side; "address" is with that for
+        undefined behaviour."""
         files = [Path(__file__), TESTS / "test_draft_ops.py", TESTS / "test_entry.py"]
         # Without capture: a report ends the process before captured output is shown.
         options = ["-q", "-s", "-k", "emulation", "-p", "no:cacheprovider"]
-        run = sanitized(sanitizer, "-m", "pytest", *options, *map(str, files))
-        output = run.stdout[-6000:] + run.stderr[-6000:]
-        assert run.returncode == 0, output
-        assert int(re.findall(r"(\d+) passed", output)[0]) >= 150, output
+        command = ["-m", "pytest", *options, *map(str, files)]
+        with ThreadPoolExecutor() as pool:
+            runs = pool.map(lambda sanitizer: sanitized(sanitizer, *command), ["address", "thread"])
+            for run in runs:
+                output = run.stdout[-6000:] + run.stderr[-6000:]
+                assert run.returncode == 0, output
+                assert int(re.findall(r"(\d+) passed", output)[0]) >= 150, output
 
     @pytest.mark.parametrize(
         "sanitizer, kernel, n, words",
