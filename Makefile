@@ -131,5 +131,5 @@ $(CUDA_VENV)/.ready:
 	@echo "[cuda] $(CUDA_VENV) with torch $(CUDA_TORCH): a minute"
 	@$(PYTHON) -m venv $(CUDA_VENV)
 	@$(CUDA_PY) -m pip install -qq --root-user-action=ignore torch==$(CUDA_TORCH) pybind11 \
-	  cmake ninja setuptools wheel numpy pytest
+	  cmake ninja 'setuptools>=77' wheel numpy pytest
 	@touch $@
