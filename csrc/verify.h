@@ -70,8 +70,8 @@ struct VerifyParams {
 
 using Units = unsigned long long;  // what atomicAdd takes
 
-constexpr int kFilterGroup =
-    32;  // lanes whose highest logit the first launch leaves for the filters
+// Lanes whose highest logit the first launch leaves for the filters.
+constexpr int kFilterGroup = 32;
 constexpr int kFilterGroups = static_cast<int>(kBlock) / kFilterGroup;
 
 // What the first launch leaves of a block of a row.

@@ -406,17 +406,20 @@ __device__ inline RowLaw cut_law(const VerifyCall& c, const Row& row) {
     for_groups(cut, bound, [&](int, float) { ++count; });
     return block_sum(count);
   };
-  if (cut.has_top_p() && !cut.has_top_k() && num_groups() > kFilterGroups) {
+  Units count = cut.has_top_k() ? 0 : num_groups();
+  if (cut.has_top_p() && count > kFilterGroups) {
     Units weight = 0;
     for_lanes(cut, bound, [&](float x) { weight += cut.value(false, x); });
     enough *= static_cast<double>(block_sum(weight));
     is_share = false;
   }
-  if (cut.has_top_k() || !is_share)
+  if (cut.has_top_k() || !is_share) {
     bound = select(bound, cut.top, is_share ? cut.top_k : enough, false, [&](const auto& add) {
       for_groups(cut, bound, [&](int, float x) { add(cut.key(x), cut.value(is_share, x)); });
     });
-  bound = num_groups() <= kFilterGroups ? cut_few(cut, bound, enough, is_share) : cut_many(cut);
+    count = num_groups();
+  }
+  bound = count <= kFilterGroups ? cut_few(cut, bound, enough, is_share) : cut_many(cut);
   __syncthreads();
   RowLaw found = law;
   found.cut = of_key(bound, cut.grain);
