@@ -174,8 +174,13 @@ def work() -> None:
     Path(job["result"]).write_text(json.dumps(rows))
 
 
+def busy(row: dict[str, Any]) -> float:
+    """Seconds of drafting and verifying."""
+    return row["draft"] + row["verify"]
+
+
 def table(rows: list[dict[str, Any]], tokens: int) -> list[str]:
-    """Per temperature, K and batch: tokens per second; seconds per round, and their share."""
+    """Per temperature, K and batch: tokens per second; time busy a round, and its share of all."""
     lines = [
         "| T | K | batch | tokens/s: stock | ours | pruned | draft + verify, ms a round: stock "
         "| ours | pruned | ours / stock | pruned / stock | share of the time: stock | ours "
@@ -190,10 +195,9 @@ def table(rows: list[dict[str, Any]], tokens: int) -> list[str]:
                 for row in rows
                 if (row["temperature"], row["K"], row["batch"]) == key and row["variant"] == variant
             ]
-            busy = [row["draft"] + row["verify"] for row in mine]
             speed.append(median(key[2] * tokens / row["seconds"] for row in mine))
-            cost.append(median(b / row["rounds"] for b, row in zip(busy, mine, strict=True)) * 1e3)
-            share.append(median(b / row["seconds"] for b, row in zip(busy, mine, strict=True)))
+            cost.append(median(1e3 * busy(row) / row["rounds"] for row in mine))
+            share.append(median(busy(row) / row["seconds"] for row in mine))
         cells = [*map(str, key), *(f"{x:.1f}" for x in speed), *(f"{x:.1f}" for x in cost)]
         cells += [f"{cost[1] / cost[0]:.2f}", f"{cost[2] / cost[0]:.2f}"]
         cells += [f"{x:.0%}" for x in share]
