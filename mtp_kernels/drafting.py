@@ -13,7 +13,8 @@ themselves drafts::
 
 From one layer to the next the ids of a request rotate left by one and the newest draft is
 appended; rows and positions stay. All layers run on the same rows, so one attention metadata and
-one slot mapping serve the whole round.
+one slot mapping serve the whole round. Under TARGET a row's output is needed only where it drafts:
+the rest of the rows stop behind the attention of each layer, a prompt's as well.
 
 The last m rows of layer m hold KV computed from drafts. Where verification did not confirm those
 drafts, the rows are run again in the next round, in front of its new rows. With K drafts per
@@ -36,11 +37,13 @@ from torch import Tensor
 from mtp_kernels import ops
 from mtp_kernels.archs import Feed
 
-RunLayer = Callable[[int, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""`run_layer(layer, ids [T], positions [T], hidden [T, H], write_kv) -> (scored, recycled)`.
+RunLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]]
+"""`run_layer(layer, ids [T], positions [T], hidden [T, H], rows, write_kv) -> (scored, recycled)`.
 
-`scored [T, H]` goes to the head, `recycled [T, H]` to the next layer under CHAIN: the two differ
-in architectures that recycle before the final norm. With `write_kv` false the layer's KV cache
+`scored` goes to the head, `recycled` to the next layer under CHAIN: the two differ in architectures
+that recycle before the final norm. `rows [B]` are the rows to return of both, `[B, H]`; None: all,
+`[T, H]`. With rows, nothing comes after them, and the others are there for their KV alone: what
+follows the layer's attention need not be run on them. With `write_kv` false the layer's KV cache
 must stay as it is. Where the buffers have `rope`, that is what `positions` are, [A, T].
 """
 
@@ -288,9 +291,9 @@ class Drafter:
     ) -> Tensor:
         """Run the layers over the packed rows; returns `draft_ids[:B]`, `[B, K]` int64.
 
-        Between two layers there is one launch, `ops.draft_step`, besides the gather of the rows to
-        score, and the copy of the recycled hidden states under CHAIN. Layers must not write into
-        the hidden states they are given: the first step remembers them.
+        Between two layers there is one launch, `ops.draft_step`, and under CHAIN the gather of the
+        rows to score and the copy of the recycled hidden states. Layers must not write into the
+        hidden states they are given: the first step remembers them.
 
         `num_requests` and `num_rows` may exceed what :meth:`pack` was given (padding of a
         captured graph); what is drafted for padding is meaningless and remembered nowhere.
@@ -303,8 +306,11 @@ class Drafter:
         for step, layer in enumerate(self.schedule):
             # A repeated layer would overwrite its own rows with those of a deeper step.
             write_kv = step == layer
-            scored, recycled = run_layer(layer, ids, positions, hidden, write_kv)
-            drafted = draft_token(step, scored[last_row])
+            following = self.schedule[step + 1 : step + 2]
+            recycles = bool(following) and (self.feed is Feed.CHAIN or following == [layer])
+            rows = None if recycles else last_row
+            scored, recycled = run_layer(layer, ids, positions, hidden, rows, write_kv)
+            drafted = draft_token(step, scored[last_row] if recycles else scored)
             values, winners = drafted if isinstance(drafted, tuple) else (None, drafted[None])
             ops.draft_step.OP(
                 values,
@@ -321,7 +327,6 @@ class Drafter:
                 draft_ids=buffers.draft_ids,
                 rope=buffers.rope,
             )
-            following = self.schedule[step + 1 : step + 2]
-            if following and (self.feed is Feed.CHAIN or following == [layer]):
+            if recycles:
                 hidden.copy_(recycled)
         return buffers.draft_ids[:num_requests]

@@ -168,7 +168,7 @@ class ToyEngine:
         )
         self.fed.clear()
 
-        def run_layer(layer, ids, row_positions, row_hidden, write_kv):
+        def run_layer(layer, ids, row_positions, row_hidden, wanted, write_kv):
             self.fed.append((layer, ids.clone(), row_hidden.clone()))
             out = torch.full((num_rows, HIDDEN), float("nan"), dtype=torch.float64)
             for b, request in enumerate(batch):
@@ -181,6 +181,7 @@ class ToyEngine:
                 visible = at[:, None] >= torch.arange(upto)
                 keys, values = request.keys[layer, :upto], request.values[layer, :upto]
                 out[start:end] = self.model.attend(rows, keys, values, visible)
+            out = out if wanted is None else out[wanted]
             return out, out
 
         def draft_token(step, scored):
@@ -338,10 +339,11 @@ def test_draft_buffer_aliasing() -> None:
     draft = engine.drafter.draft
 
     def aliasing(num_requests, num_rows, run_layer, draft_token):
-        def run(layer, ids, positions, hidden, write_kv):
+        def run(*args):
             scratch.fill_(float("nan"))  # the "kernel" writes into the buffer it returned before
-            out = scratch[:num_rows]
-            out.copy_(run_layer(layer, ids, positions, hidden, write_kv)[0])
+            returned = run_layer(*args)[0]
+            out = scratch[: len(returned)]
+            out.copy_(returned)
             return out, out
 
         return draft(num_requests, num_rows, run, draft_token)
@@ -375,9 +377,10 @@ def test_recycled_hidden_is_not_the_scored_one() -> None:
     )
     gain, fed, scored = torch.tensor([0.5, 2.0]), [], []
 
-    def run_layer(layer, ids, positions, hidden, write_kv):
+    def run_layer(layer, ids, positions, hidden, rows, write_kv):
         fed.append(hidden.clone())
-        return (hidden + 1) * gain, hidden + 1
+        out = hidden + 1 if rows is None else hidden[rows] + 1
+        return out * gain, out
 
     def draft_token(step, rows):
         scored.append(rows.clone())

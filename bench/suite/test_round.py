@@ -63,10 +63,15 @@ class Round:
         slots, lookahead = torch.arange(row.B), torch.full((row.B, row.K - 1), -1)
 
         def run_layer(
-            layer: int, ids: Tensor, positions: Tensor, hidden: Tensor, write_kv: bool
+            layer: int,
+            ids: Tensor,
+            positions: Tensor,
+            hidden: Tensor,
+            rows: Tensor,
+            write_kv: bool,
         ) -> tuple[Tensor, Tensor]:
             with set_forward_context({}, config, num_tokens=self.num_rows):  # as vLLM's loop does
-                out = layers[layer].ours(ids, hidden)
+                out = layers[layer].ours(ids, hidden)[rows]
             return out, out
 
         def call() -> Tensor:

@@ -40,9 +40,10 @@ class MtpLayer(stock.MiMoV2MTPLayer):
         positions: Tensor,
         hidden: Tensor,
         hidden_part: Tensor | None,
-    ) -> Tensor:
-        """ids `[T]` (or embeddings `[T, H]`) and hidden `[T, H]` -> final-normed `[T, H]`.
+    ) -> tuple[Tensor, Tensor]:
+        """ids `[T]` (or embeddings `[T, H]`) and hidden `[T, H]` -> attended and residual `[T, H]`.
 
+        The layer's KV is written then; :meth:`finish` is for the rows of which more is needed.
         With hidden_part, this layer's of `entry_hidden`, embeddings come from the table.
         """
         if hidden_part is not None:
@@ -52,6 +53,10 @@ class MtpLayer(stock.MiMoV2MTPLayer):
                 embed_tokens, self.enorm, self.hnorm, self.eh_proj, input_ids, inputs_embeds, hidden
             )
         attended = self.self_attn(positions=positions, hidden_states=self.input_layernorm(residual))
+        return attended, residual
+
+    def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """The MLP and the final norm, of any rows: `[B, H]`. Writes into its arguments."""
         normed, residual = self.pre_mlp_layernorm(attended, residual)
         return self.final_layernorm(self.mlp(normed) + residual)
 
@@ -138,7 +143,7 @@ class MultiLayerPredictor(nn.Module):
         previous_hidden_states: Tensor,
         inputs_embeds: Tensor | None = None,
         spec_step_idx: int = 0,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         layer, hidden_part = self.mtp.layers[str(spec_step_idx)], None
         if layer.projected is not None:
             hidden_part = self._hidden_part(spec_step_idx, previous_hidden_states)
@@ -158,7 +163,10 @@ class MultiLayerPredictor(nn.Module):
 
 
 class MiMoV2MTPModel(stock.MiMoV2MTP):
-    """MiMo-V2's draft model. `spec_step_idx` is the MTP layer, 0-based."""
+    """MiMo-V2's draft model. `spec_step_idx` is the MTP layer, 0-based.
+
+    Called, it runs a layer as far as its attention; `finish` takes what that returns.
+    """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)
@@ -171,6 +179,12 @@ class MiMoV2MTPModel(stock.MiMoV2MTP):
             self.config.hidden_size,
             prefix=maybe_prefix(prefix, "lm_head"),
         )
+
+    def finish(self, layer: int, attended: Tensor, residual: Tensor, rows: Tensor | None) -> Tensor:
+        """The rest of the layer, on these rows or on all: `[B, H]`, or `[T, H]`, final-normed."""
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        return self.model.mtp.layers[str(layer)].finish(attended, residual)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load, and hold the result against the checkpoint.

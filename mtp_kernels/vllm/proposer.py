@@ -139,7 +139,12 @@ class MtpProposer(Step3p5MTPProposer):
         first_positions = buffers.positions[buffers.last_row[:num_reqs]] + 1
 
         def run_layer(
-            layer: int, ids: Tensor, positions: Tensor, hidden: Tensor, write_kv: bool
+            layer: int,
+            ids: Tensor,
+            positions: Tensor,
+            hidden: Tensor,
+            rows: Tensor | None,
+            write_kv: bool,
         ) -> tuple[Tensor, Tensor]:
             with set_forward_context(
                 attn_metadata,
@@ -147,9 +152,10 @@ class MtpProposer(Step3p5MTPProposer):
                 num_tokens=num_rows,
                 slot_mapping=slots if write_kv else without_slots(slots),
             ):
-                out = self.model(
+                attended, residual = self.model(
                     input_ids=ids, positions=positions, hidden_states=hidden, spec_step_idx=layer
                 )
+                out = self.model.finish(layer, attended, residual, rows)
             return out, out
 
         def draft_token(step: int, scored: Tensor) -> Choice:

@@ -237,13 +237,18 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
             sampling = self._sampling(num_reqs)
 
         def run_layer(
-            layer: int, ids: Tensor, rows: Tensor, hidden: Tensor, write_kv: bool
+            layer: int,
+            ids: Tensor,
+            positions: Tensor,
+            hidden: Tensor,
+            rows: Tensor | None,
+            write_kv: bool,
         ) -> tuple[Tensor, Tensor]:
             slots = slot_mappings
             if slots is not None and not write_kv:
                 slots = without_slots(slots)
-            # ids, rows and hidden are views of the buffers that _run_model reads.
-            return self._run_model(
+            # ids, positions and hidden are views of the buffers that _run_model reads.
+            attended, residual = self._run_model(
                 num_tokens,
                 attn_metadata,
                 slots,
@@ -251,6 +256,8 @@ class MtpSpeculator(MultiModuleMTPSpeculator):
                 layer,
                 cudagraph_runtime_mode,
             )
+            out = self.model.finish(layer, attended, residual, rows)
+            return out, out
 
         def draft_token(step: int, scored: Tensor) -> Choice:
             if not self._samples_drafts:
