@@ -391,6 +391,34 @@ def test_recycled_hidden_is_not_the_scored_one() -> None:
     assert torch.equal(scored[1], ((fed[1] + 1) * gain)[1:])
 
 
+@pytest.mark.parametrize(
+    ("feed", "num_layers", "of_all"),
+    [
+        (Feed.TARGET, 3, [False, False, False]),
+        (Feed.CHAIN, 3, [True, True, False]),
+        (Feed.TARGET, 1, [True, True, False]),  # layer 0 again, on its own output
+    ],
+)
+def test_output_is_asked_of_rows_that_draft(
+    feed: Feed, num_layers: int, of_all: list[bool]
+) -> None:
+    """And of all rows only where another layer is fed the output."""
+    engine = ToyEngine(feed, num_layers, 3, seed=11, repeat_last_layer=num_layers < 3)
+    requests, asked = [engine.request("a", 6), engine.request("b", 4)], []
+    draft = engine.drafter.draft
+
+    def noted(num_requests, num_rows, run_layer, draft_token):
+        def run(layer, ids, positions, hidden, rows, write_kv):
+            asked.append(rows if rows is None else rows.tolist())
+            return run_layer(layer, ids, positions, hidden, rows, write_kv)
+
+        return draft(num_requests, num_rows, run, draft_token)
+
+    engine.drafter.draft = noted
+    engine.run_round(requests, [request.tokens[:] for request in requests], [-1, -1])
+    assert asked == [None if all_rows else [5, 9] for all_rows in of_all]
+
+
 def test_repeat_last_layer_leaves_kv_alone() -> None:
     """K > N with the option: extra steps run the last layer on its own output, writing nothing."""
     engine = ToyEngine(Feed.TARGET, 2, 4, seed=6, repeat_last_layer=True)
