@@ -323,7 +323,7 @@ class Glue:
         self.drafter.draft(
             self.requests,
             self.rows,
-            lambda layer, ids, positions, hidden, write_kv: (hidden, hidden),
+            lambda layer, ids, positions, hidden, rows, write_kv: (hidden[rows],) * 2,
             lambda step, scored: self.winners[0],
         )
 
