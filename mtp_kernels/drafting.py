@@ -42,9 +42,9 @@ RunLayer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, bool], tuple[Te
 
 `scored` goes to the head, `recycled` to the next layer under CHAIN: the two differ in architectures
 that recycle before the final norm. `rows [B]` are the rows to return of both, `[B, H]`; None: all,
-`[T, H]`. With rows, nothing comes after them, and the others are there for their KV alone: what
-follows the layer's attention need not be run on them. With `write_kv` false the layer's KV cache
-must stay as it is. Where the buffers have `rope`, that is what `positions` are, [A, T].
+`[T, H]`. Other rows than those are there for their KV alone: what follows the layer's attention
+need not be run on them. With `write_kv` false the layer's KV cache must stay as it is. Where the
+buffers have `rope`, that is what `positions` are, [A, T].
 """
 
 DraftToken = Callable[[int, Tensor], Tensor | tuple[Tensor, Tensor]]
@@ -292,8 +292,9 @@ class Drafter:
         """Run the layers over the packed rows; returns `draft_ids[:B]`, `[B, K]` int64.
 
         Between two layers there is one launch, `ops.draft_step`, and under CHAIN the gather of the
-        rows to score and the copy of the recycled hidden states. Layers must not write into the
-        hidden states they are given: the first step remembers them.
+        rows to score and the copy of the recycled hidden states, which a repeated layer has as
+        well. Layers must not write into the hidden states they are given: the first step remembers
+        them.
 
         `num_requests` and `num_rows` may exceed what :meth:`pack` was given (padding of a
         captured graph); what is drafted for padding is meaningless and remembered nowhere.
@@ -307,10 +308,10 @@ class Drafter:
             # A repeated layer would overwrite its own rows with those of a deeper step.
             write_kv = step == layer
             following = self.schedule[step + 1 : step + 2]
-            recycles = bool(following) and (self.feed is Feed.CHAIN or following == [layer])
-            rows = None if recycles else last_row
+            chained = bool(following) and self.feed is Feed.CHAIN
+            rows = None if chained else last_row
             scored, recycled = run_layer(layer, ids, positions, hidden, rows, write_kv)
-            drafted = draft_token(step, scored[last_row] if recycles else scored)
+            drafted = draft_token(step, scored[last_row] if chained else scored)
             values, winners = drafted if isinstance(drafted, tuple) else (None, drafted[None])
             ops.draft_step.OP(
                 values,
@@ -327,6 +328,8 @@ class Drafter:
                 draft_ids=buffers.draft_ids,
                 rope=buffers.rope,
             )
-            if recycles:
+            if chained:
                 hidden.copy_(recycled)
+            elif following == [layer]:  # which writes no KV: nothing comes of the other rows
+                hidden[last_row] = recycled
         return buffers.draft_ids[:num_requests]

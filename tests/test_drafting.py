@@ -396,13 +396,14 @@ def test_recycled_hidden_is_not_the_scored_one() -> None:
     [
         (Feed.TARGET, 3, [False, False, False]),
         (Feed.CHAIN, 3, [True, True, False]),
-        (Feed.TARGET, 1, [True, True, False]),  # layer 0 again, on its own output
+        (Feed.TARGET, 1, [False, False, False]),  # layer 0 again, which writes no KV
+        (Feed.CHAIN, 1, [True, True, False]),
     ],
 )
 def test_output_is_asked_of_rows_that_draft(
     feed: Feed, num_layers: int, of_all: list[bool]
 ) -> None:
-    """And of all rows only where another layer is fed the output."""
+    """And of all rows only where another layer is fed them."""
     engine = ToyEngine(feed, num_layers, 3, seed=11, repeat_last_layer=num_layers < 3)
     requests, asked = [engine.request("a", 6), engine.request("b", 4)], []
     draft = engine.drafter.draft
