@@ -41,12 +41,15 @@ def make_drafter(vllm_config: VllmConfig, buffers: RoundBuffers) -> Drafter:
 def prepare(model: nn.Module, drafter: Drafter, method: Method | None, samples: bool) -> DraftHead:
     """Make what is made once of the weights, which are loaded and shared; returns the head.
 
+    From here on a call of the model ends with a layer's attention: our drafters finish it.
+
     samples: whether drafts are sampled; method: what they are sampled for, None: by vLLM.
 
     Raises:
         ValueError: the draft vocabulary asked for is not a list of this model's tokens, or the
             head cannot be fused, or vLLM samples; or tables of embeddings cannot be made.
     """
+    model.model.stops_at_attention = True
     if settings.entry_table():
         model.model.project_embeddings(sorted(set(drafter.schedule)))
     kept = settings.draft_vocab(model.lm_head.org_vocab_size)

@@ -92,6 +92,7 @@ class MultiLayerPredictor(nn.Module):
             }
         )
         self.logits_processor = LogitsProcessor(config.vocab_size)
+        self.stops_at_attention = False  # for a caller of `MiMoV2MTPModel.finish`
         self._feed = draft_spec(vllm_config.speculative_config).feed
         self._projecting: Sequence[MtpLayer] = ()  # layers that have a table
         self._hidden_parts: Tensor | None = None  # [N, T, H] of this round
@@ -143,11 +144,11 @@ class MultiLayerPredictor(nn.Module):
         previous_hidden_states: Tensor,
         inputs_embeds: Tensor | None = None,
         spec_step_idx: int = 0,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         layer, hidden_part = self.mtp.layers[str(spec_step_idx)], None
         if layer.projected is not None:
             hidden_part = self._hidden_part(spec_step_idx, previous_hidden_states)
-        return layer(
+        attended, residual = layer(
             self.embed_tokens,
             input_ids,
             inputs_embeds,
@@ -155,6 +156,7 @@ class MultiLayerPredictor(nn.Module):
             previous_hidden_states,
             hidden_part,
         )
+        return (attended, residual) if self.stops_at_attention else layer.finish(attended, residual)
 
     def compute_logits(
         self, hidden_states: Tensor, lm_head: ParallelLMHead, spec_step_idx: int = 0
@@ -165,7 +167,8 @@ class MultiLayerPredictor(nn.Module):
 class MiMoV2MTPModel(stock.MiMoV2MTP):
     """MiMo-V2's draft model. `spec_step_idx` is the MTP layer, 0-based.
 
-    Called, it runs a layer as far as its attention; `finish` takes what that returns.
+    Called, it runs a layer, as vLLM's own proposers want it. With `model.stops_at_attention` it
+    runs the layer as far as its attention, and `finish` takes what that returns.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

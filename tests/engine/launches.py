@@ -90,16 +90,6 @@ class Launches(TorchDispatchMode):
                 setattr(torch.Tensor, name, original)
 
 
-def whole_layer(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The draft model as vLLM's speculator wants it: a call runs all of a layer, on all rows."""
-
-    def wrapped(model: Any, *args: Any, spec_step_idx: int, **kwargs: Any) -> Any:
-        attended, residual = forward(model, *args, spec_step_idx=spec_step_idx, **kwargs)
-        return model.finish(spec_step_idx, attended, residual, None)
-
-    return wrapped
-
-
 def count_launches(drafting: str) -> Launches:
     """Patch this process. drafting: "ours", or "vllm" for its multi-module speculator."""
     from triton.runtime.interpreter import GridExecutor
@@ -108,7 +98,7 @@ def count_launches(drafting: str) -> Launches:
 
     from mtp_kernels.vllm import speculator as ours
     from mtp_kernels.vllm.head import DraftHead
-    from mtp_kernels.vllm.models import MiMoV2MTPModel, MtpLayer
+    from mtp_kernels.vllm.models import MtpLayer
 
     launches, execute, copy = Launches(), GridExecutor.__call__, ours.async_tensor_h2d
 
@@ -127,7 +117,6 @@ def count_launches(drafting: str) -> Launches:
     base = stock.MultiModuleMTPSpeculator
     if drafting == "vllm":
         model_runner.init_speculator = lambda vllm_config, device, _: base(vllm_config, device)
-        MiMoV2MTPModel.forward = whole_layer(MiMoV2MTPModel.forward)
     cls = base if drafting == "vllm" else ours.MtpSpeculator
     cls.propose = launches.round(cls.propose)
     base._run_model = launches.at("model", base._run_model)
